@@ -23,19 +23,10 @@ Under tensor parallelism it may have
     runs_on_shard(inputs) -> bool      returns whether ``run`` applies these sampling parameters to a shard by itself;
                                        they are then the whole vocabulary's, except for the LM head's bias
 
-Otherwise sampling parameters take two steps, between which the ranks communicate
-(``tensor_parallel/filtered_sampling``), for a shard with at least one token and with parameters cut to it:
+Otherwise ranks exchange logits (``tensor_parallel/filtered_sampling``), and the backend must have
 
-    shard_logits(inputs) -> Tensor, Tensor
-                                       returns (B, vocab_size) float32, raw and processed logits; one if they are equal
-    shard_winners(inputs, processed, limit, known=None) -> Tensor
-                                       returns (B * num_samples,) packed winners of the tokens whose sort key
-                                       (``logit_transforms.places_of``) is at least the row's ``limit``; a row with a
-                                       NaN may give anything. ``known``: what ``limits.highest`` found in these logits
-
-The modules ``shard_limits`` and ``shard_parts`` find the cutoffs and the outputs of rows over several ranks:
-``tensor_parallel.cutoffs`` and ``tensor_parallel.outputs``, or modules with the same functions. One that communicates
-by itself also has ``of_top_k_and_p`` (``kernels/triton/sharded/cutoffs``).
+    shard_logits(inputs) -> Tensor     returns the logits of a shard with at least one token, (B, vocab_size) float32,
+                                       without any sampling parameter: the bits that ``run`` computes
 
 A backend is imported at its first use, and only if the packages that it needs are installed.
 """
@@ -104,7 +95,6 @@ class Backend:
         exchanges: its kernel does the exchange of the transport ``p2p`` itself.
         takes_logits: it runs steps whose logits are in memory (``SampleInputs.logits``).
         params_need: packages, for steps with sampling parameters.
-        limits_module, parts_module: ``shard_limits`` and ``shard_parts`` of the module's docstring.
     """
 
     name: str
@@ -116,8 +106,6 @@ class Backend:
     exchanges: bool = False
     takes_logits: bool = True
     params_need: tuple[Package, ...] = ()
-    limits_module: str = "tensor_parallel.cutoffs"
-    parts_module: str = "tensor_parallel.outputs"
 
     @functools.cached_property
     def missing(self) -> str | None:
@@ -133,16 +121,6 @@ class Backend:
     def module(self) -> ModuleType:
         """The backend's module, imported at its first use."""
         return importlib.import_module(f".{self.package}", __package__)
-
-    @functools.cached_property
-    def shard_limits(self) -> ModuleType:
-        """The module that finds cutoffs over ranks, imported at its first use."""
-        return importlib.import_module(f".{self.limits_module}", __package__)
-
-    @functools.cached_property
-    def shard_parts(self) -> ModuleType:
-        """The module that makes outputs over ranks, imported at its first use."""
-        return importlib.import_module(f".{self.parts_module}", __package__)
 
     def unsupported(self, inputs: SampleInputs) -> str | None:
         """Returns why it cannot run a step here, or None."""
@@ -167,6 +145,15 @@ class Backend:
         """Returns whether ``run`` applies the step's sampling parameters to a shard by itself."""
         decide = getattr(self.module, "runs_on_shard", None)
         return inputs.params is DEFAULT_PARAMS or (decide is not None and decide(inputs))
+
+    def shard_logits(self, inputs: SampleInputs) -> Tensor:
+        """Returns the logits of a shard, (B, vocab_size) float32."""
+        return self.module.shard_logits(inputs)  # type: ignore[no-any-return]
+
+    @property
+    def for_logits(self) -> "Backend":
+        """The backend that draws from logits that this one has stored, as this one does."""
+        return self if self.takes_logits else BACKENDS["triton"]
 
     @property
     def records(self) -> bool:
@@ -197,8 +184,6 @@ _KERNELS: Any = {
     "chosen_on": "cuda",
     "sharded": True,
     "exchanges": True,
-    "limits_module": "kernels.triton.sharded.cutoffs",
-    "parts_module": "kernels.triton.sharded.outputs",
 }
 _TABLE = (
     Backend(

@@ -64,11 +64,12 @@ Peer to peer (transport ``p2p``)
     others wait for the time-out. ``tests/tensor_parallel/test_protocol.py`` walks through every interleaving of small
     groups, and shows what each rule here is needed for.
 
-    Filters and log-probabilities take several rounds (``tensor_parallel/filtered_sampling``), each a launch and a step
-    of this protocol with words in place of packed winners. A word has a row's parameter hash, and a hash of the
-    sampling parameters is mixed into its tags: a round agrees with no round of other parameters and with no plain step,
-    though its parameter hash does not differ. If the sampling kernel applies all sampling parameters, or drafts are
-    matched, one round with the hash as its word precedes the launch.
+    Filters, log-probabilities and drafts take several messages (``tensor_parallel/filtered_sampling``), each a launch
+    and a step of this protocol with words in place of packed winners. A word has a row's parameter hash, and a hash of
+    the sampling parameters is mixed into its tags: such a message agrees with none of other parameters and with no
+    plain step, though its parameter hash does not differ. If the sampling kernel applies all sampling parameters, or
+    drafts are matched, one message with the hash as its word precedes the launch. Logits do not take slots: they are
+    stored behind them, and ordered by the message that follows (``kernels/triton/sharded/collectives``).
 
     One step at a time uses a ``TensorParallel``, in the same order on all ranks, like any collective.
 

@@ -44,7 +44,7 @@ from .inputs import DraftChains, SampleInputs
 from .noise import Stream
 from .outputs import SampleResult, layout
 from .reference import rejection
-from .sampling_params import DEFAULT_PARAMS, PARAMS, SamplingParams, argument_names
+from .sampling_params import DEFAULT_PARAMS, PARAMS, SamplingParams
 from .torch_internals import dispatch_modes, function_modes, functorch_is_active, tracing_state
 
 _logger = logging.getLogger(__name__)
@@ -207,7 +207,6 @@ def _sample_sharded(inputs: SampleInputs, group: Any) -> SampleResult:
         # here, not while tracing: compiled functions and exported programs come with any batch
         batch = inputs.hidden_states.shape[0]
         group.check_call(inputs.weight, batch, inputs.num_samples)
-        _refuse_over_ranks(inputs, group)
         if batch == 0:
             group.count_skipped_call()
             return _empty_result(inputs)
@@ -221,16 +220,8 @@ def _sample_sharded(inputs: SampleInputs, group: Any) -> SampleResult:
         raise
 
 
-def _refuse_over_ranks(inputs: SampleInputs, group: Any) -> None:
-    """Raises ValueError for filters that ``tensor_parallel`` does not apply over several ranks."""
-    names = [name for name in ("epsilon_cutoff", "top_n_sigma") if name in inputs.params.names()]
-    if names and group.world_size > 1:
-        raise ValueError(f"tp must have one rank with {argument_names(names)}, got {group.world_size} ranks")
-
-
 def dry_run(inputs: SampleInputs, group: Any) -> None:
     """Runs the kernels of a ``sample_sharded`` with sampling parameters without other ranks, to compile them."""
-    _refuse_over_ranks(inputs, group)
     _run_on_device(inputs, functools.partial(group.dry_run, choose(inputs._replace(shard=WHOLE), group.impl)))
 
 

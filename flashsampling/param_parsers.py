@@ -1,7 +1,7 @@
 """Parsers: they check an argument of ``sample`` and return the fields of ``SamplingParams`` that it sets.
 
-``sampling_params.SamplingParams`` names a parser for each parameter, and a cut for each that has a value per token. A
-parser raises what ``sample`` documents. It reads no values of tensors, so no call waits for a device.
+``sampling_params.SamplingParams`` names a parser for each parameter. A parser raises what ``sample`` documents. It
+reads no values of tensors, so no call waits for a device.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +36,6 @@ class BatchShape(NamedTuple):
 
 Fields: TypeAlias = dict[str, Any]  # of ``SamplingParams``
 Parser: TypeAlias = Callable[[str, Any, BatchShape], Fields]  # (argument's name, value, shape); the value is not None
-ShardCut: TypeAlias = Callable[[Tensor, int, int], Tensor | None]  # the part of the tokens [first, last)
 
 
 def batch_shape(batch: int, rows: int, vocab_size: int, device: torch.device, num_samples: int, tp: Any) -> BatchShape:
@@ -201,34 +200,6 @@ def parse_logprob_ids(name: str, value: Any, shape: BatchShape) -> Fields:
     if ids.dtype not in _IDS:
         raise TypeError(f"{name} must be int32 or int64, got {ids.dtype}")
     return {name: ids.long()}
-
-
-# -- what the shard of the tokens [first, last) gets
-
-
-def cut_head_bias(bias: Tensor, first: int, last: int) -> Tensor:
-    """Returns this rank's bias, which is a shard already, without padding."""
-    return bias[: last - first]
-
-
-def cut_tokens(values: Tensor, first: int, last: int) -> Tensor:
-    """Returns the values (..., V) of the shard's tokens."""
-    return values[..., first:last]
-
-
-def cut_ids(ids: Tensor, first: int, last: int) -> Tensor:
-    """Returns ids counted from the shard's first token, -1 for other shards' tokens."""
-    return torch.where((ids >= first) & (ids < last), ids - first, -1)
-
-
-def cut_mask(mask: Tensor, first: int, last: int) -> Tensor:
-    """Returns the words (B, n) of a bit mask, shifted so that bit 0 of word 0 is the shard's first token."""
-    words, shift = mask[:, first // 32 : -(-last // 32)], first % 32
-    if shift == 0:
-        return words
-    low = words >> shift & (1 << 32 - shift) - 1  # int32 shifts in copies of the sign bit
-    high = torch.nn.functional.pad(words[:, 1:], (0, 1)) << 32 - shift
-    return low | high
 
 
 # -- tensors

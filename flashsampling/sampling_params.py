@@ -1,8 +1,8 @@
 """The sampling parameters: one declaration, ``SamplingParams``, from which everything else about them follows.
 
-A field's ``Param`` says what ``sample`` takes for it, its type in the torch operators, what a shard of the vocabulary
-gets and whether ranks compare it. ``ops`` builds schemas from the declaration, ``backends`` refuses by its names,
-``tensor_parallel`` hashes and cuts by it, ``speculative`` expands by it. ``docs/adding.md`` adds a parameter.
+A field's ``Param`` says what ``sample`` takes for it, its type in the torch operators and whether ranks compare it.
+``ops`` builds schemas from the declaration, ``backends`` refuses by its names, ``tensor_parallel`` hashes by it,
+``speculative`` expands by it. ``docs/adding.md`` adds a parameter.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import param_parsers as parsers
 from .noise import Stream
-from .param_parsers import BatchShape, Parser, ShardCut
+from .param_parsers import BatchShape, Parser
 from .row_params import Integers, Reals, above_0, finite, share, share_below_1
 from .token_counts import Counted, TokenCounts
 
@@ -28,7 +28,6 @@ class Param(NamedTuple):
     parse: Parser | None = None  # turns the argument into fields; None: the parser of another field sets this one
     argument: str = ""  # name in ``sample``, if the field has another
     per_row: bool = False  # a tensor with a row of values for each row of the batch
-    shard: ShardCut | None = None  # cuts a tensor for a shard of the vocabulary; None: all ranks use the same
     is_rank_local: bool = False  # every rank has its own part, so ranks compare only whether it is given
     is_hint: bool = False  # changes speed, no token and no output
     is_filter: bool = False  # of the tokens of a row; a NaN in one leaves the row without a token
@@ -51,7 +50,7 @@ class SamplingParams(NamedTuple):
     # The LM head: raw = soft_cap * tanh(logit_scale * (hidden_states @ weight.T + bias) / soft_cap)
     bias: Annotated[
         Tensor | None,  # (V,) float32
-        Param("Tensor?", parsers.parse_head_bias, shard=parsers.cut_head_bias, is_rank_local=True),
+        Param("Tensor?", parsers.parse_head_bias, is_rank_local=True),
     ] = None
     logit_scale: Annotated[float, Param("float", parsers.number(finite))] = 1.0
     soft_cap: Annotated[float, Param("float", parsers.number(parsers.soft_cap_range))] = 0.0  # 0: none
@@ -59,18 +58,18 @@ class SamplingParams(NamedTuple):
     # The processed logits, in this order
     dense_bias: Annotated[
         Tensor | None,  # (V,) float32, added in all rows
-        Param("Tensor?", parsers.parse_logit_bias, "logit_bias", shard=parsers.cut_tokens),
+        Param("Tensor?", parsers.parse_logit_bias, "logit_bias"),
     ] = None
     bias_ids: Annotated[
         Tensor | None,  # (B, n) int32; -1 or out of range: no entry; values of an id that is named twice are added
-        Param("Tensor?", None, "logit_bias", per_row=True, shard=parsers.cut_ids),
+        Param("Tensor?", None, "logit_bias", per_row=True),
     ] = None
     bias_values: Annotated[Tensor | None, Param("Tensor?", None, "logit_bias", per_row=True)] = None  # (B, n) float32
     counts: Annotated[
         Tensor | None,  # (B, V) int32; low 31 bits: occurrences in the output; bit 31: occurs in the prompt
         Param(
             "Tensor?", parsers.parse_token_counts, "token_counts",
-            per_row=True, shard=parsers.cut_tokens, is_rank_local=True,
+            per_row=True, is_rank_local=True,
         ),
     ] = None  # fmt: skip
     repetition_penalty: Annotated[Tensor | float, Param("row float", parsers.row_reals(above_0))] = 1.0
@@ -78,7 +77,7 @@ class SamplingParams(NamedTuple):
     presence_penalty: Annotated[Tensor | float, Param("row float", parsers.row_reals(finite))] = 0.0
     token_mask: Annotated[
         Tensor | None,  # (B, ceil(V / 32)) int32; bit t & 31 of word t >> 5: token t is allowed
-        Param("Tensor?", parsers.parse_token_mask, per_row=True, shard=parsers.cut_mask),
+        Param("Tensor?", parsers.parse_token_mask, per_row=True),
     ] = None
 
     # The filters
@@ -106,14 +105,14 @@ class SamplingParams(NamedTuple):
     top_logprobs: Annotated[int, Param("SymInt", parsers.parse_top_logprobs)] = 0
     logprob_ids: Annotated[
         Tensor | None,  # (B, m) int64; the log-probability of an id out of range is NaN
-        Param("Tensor?", parsers.parse_logprob_ids, per_row=True, shard=parsers.cut_ids),
+        Param("Tensor?", parsers.parse_logprob_ids, per_row=True),
     ] = None
     logsumexp: Annotated[bool, Param("bool", parsers.parse_flag, "return_logsumexp")] = False
 
     seen: Annotated[
         Tensor
         | None,  # (B, 8 ceil(V / 128)) uint8, contiguous; 0: none of 16 tokens has a count; None: any may have one
-        Param("Tensor?", None, "token_counts", per_row=True, shard=lambda seen, first, last: None, is_hint=True),
+        Param("Tensor?", None, "token_counts", per_row=True, is_hint=True),
     ] = None
 
     def names(self) -> list[str]:
@@ -173,13 +172,6 @@ class SamplingParams(NamedTuple):
         some: dict[str, Any] = {name: x[first:last] for name in names if isinstance(x := getattr(self, name), Tensor)}
         return self._replace(**some)
 
-    def shard(self, first: int, last: int) -> "SamplingParams":
-        """Returns the parameters of the tokens [first, last), which then count from 0."""
-        some: dict[str, Any] = {
-            name: cut(x, first, last) for name, cut in _CUTS.items() if (x := getattr(self, name)) is not None
-        }
-        return self._replace(**some)
-
 
 DEFAULT_PARAMS = SamplingParams()  # compared by identity: a call without sampling parameters holds this very object
 
@@ -193,7 +185,6 @@ MATRIX_FIELDS = tuple(name for name, param in PARAMS.items() if param.per_row an
 FILTER_FIELDS = tuple(name for name, param in PARAMS.items() if param.is_filter)
 RANK_LOCAL_FIELDS = tuple(name for name, param in PARAMS.items() if param.is_rank_local)
 _HINTS = tuple(name for name, param in PARAMS.items() if param.is_hint)
-_CUTS = {name: param.shard for name, param in PARAMS.items() if param.shard is not None}
 _ARGUMENTS = {name: param.argument or name for name, param in PARAMS.items()}  # by field
 _PARSERS = {_ARGUMENTS[name]: param.parse for name, param in PARAMS.items() if param.parse is not None}
 _PENALTIES = tuple(name for name in PARAMS if name.endswith("_penalty"))

@@ -170,13 +170,12 @@ def _draw_all(
             return  # the same kernels
         some = params.rows(0, len(states))
         inputs = SampleInputs(states, weight, temperature, zeros, zeros, num_samples, tokens, params=some)
-        for step in _with_kernel_variants(inputs, tp):
-            if tp is None:
-                ops.sample(step, impl or "")
-            elif together:
-                ops.sample_sharded(step, tp)
-            else:
-                ops.dry_run(step, tp)
+        if tp is None:
+            ops.sample(inputs, impl or "")
+        elif together:
+            ops.sample_sharded(inputs._replace(shard=tp.shard), tp)
+        else:
+            ops.dry_run(inputs._replace(shard=tp.shard), tp)
 
     parsed = [parse_sampling_params(options, shape) for options in mixes]
     plans = [(plan(weight, max_batch_size, num_samples, impl, tp, params), params) for params in parsed]
@@ -205,19 +204,6 @@ def _draw_all(
                 counts.add(torch.full((1,), -1, device=weight.device))
         torch.cuda.current_stream(weight.device).synchronize()
     return kernels
-
-
-def _with_kernel_variants(step: SampleInputs, tp: "TensorParallel | None") -> list[SampleInputs]:
-    """Returns the inputs that compile all kernels: over several ranks a small number as top-k takes kernels of two
-    sizes."""
-    if tp is None:
-        return [step]
-    from .tensor_parallel.cutoffs import FEW, are_few  # imported already if there is a group
-
-    step = step._replace(shard=tp.shard)
-    if not are_few(step.params.top_k):
-        return [step]
-    return [step._replace(params=step.params._replace(top_k=top_k)) for top_k in (1, min(FEW, tp.vocab_size - 1))]
 
 
 def _threads() -> int:

@@ -16,7 +16,6 @@ from flashsampling.outputs import SampleResult, layout
 from flashsampling.sampling_params import SamplingParams
 
 INF, NAN = math.inf, math.nan
-NOT_OVER_RANKS = ("epsilon_cutoff", "top_n_sigma")
 
 
 class Mix:
@@ -24,8 +23,6 @@ class Mix:
     too.
 
     ``wanted``: fields of ``SamplingParams`` that are asked for, of those before the filters and these; None: some.
-
-    ``ranks``: without what is refused over several ranks.
 
     ``make(...)`` gives a step of logits; a kernel's test may give it hidden states instead.
     """
@@ -36,18 +33,15 @@ class Mix:
         poisoned: bool = True,
         device: torch.device | None = None,
         wanted: Collection[str] | None = None,
-        ranks: bool = False,
     ) -> None:
         self.random, self.poisoned, self.device = random.Random(seed), poisoned, device or torch.device("cpu")
         self.generator = torch.Generator().manual_seed(seed)
-        self.wanted, self.ranks = wanted, ranks
+        self.wanted = wanted
 
     def one_in(self, n: int) -> bool:
         return self.random.randrange(n) == 0
 
     def wants(self, name: str, n: int) -> bool:
-        if self.ranks and name in NOT_OVER_RANKS:
-            return False
         return self.one_in(n) if self.wanted is None else name in self.wanted
 
     def normal(self, *shape: int) -> Tensor:

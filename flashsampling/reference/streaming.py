@@ -13,7 +13,7 @@ from ..exchange_protocol import WHOLE
 from ..inputs import SampleInputs
 from ..outputs import SampleResult, layout
 from ..sampling_params import DEFAULT_PARAMS, argument_names
-from . import logit_transforms, oracle
+from . import oracle
 from .oracle import exact_logits, may_round, scores_of_logits, without_autocast
 
 # scores of a chunk over all rows and draws; on a CPU 64 k floats and their Philox words stay in a core's cache
@@ -77,37 +77,10 @@ def _rows_at_once(step: SampleInputs) -> int:
 
 
 @torch.no_grad()
-def shard_logits(step: SampleInputs) -> tuple[Tensor, Tensor]:
-    """Returns a shard's raw and processed logits, as ``backends`` says."""
-    rows = _rows_at_once(step)
-    both = []
-    for first in range(0, step.hidden_states.shape[0], rows):
-        part = step.part(first, first + rows)
-        raw = logit_transforms.raw(head_logits(part.hidden_states, part.weight[: step.vocab_size]), part.params)
-        both.append((raw, logit_transforms.processed(raw, part.params)))
-    if all(raw is processed for raw, processed in both):
-        raw = torch.cat([raw for raw, _ in both])
-        return raw, raw
-    return torch.cat([raw for raw, _ in both]), torch.cat([processed for _, processed in both])
-
-
-def shard_winners(step: SampleInputs, processed: Tensor, limit: Tensor, known: Tensor | None = None) -> Tensor:
-    """Returns a shard's packed winners, as ``backends`` says."""
-    first = step.shard.first_token
-    ids = torch.arange(first, first + step.vocab_size, device=processed.device)
-    rows = _rows_at_once(step)
-    winners = []
-    for first in range(0, len(processed), rows):
-        part, logits = step.part(first, first + rows), processed[first : first + rows]
-        temperature = part.rows().temperature
-        kept = logit_transforms.places_of(logit_transforms.keys_of(logits), ids) >= limit[first : first + rows, None]
-        is_infinite = temperature.isposinf()  # all kept logits are equal; others stay -inf
-        logits = torch.where(is_infinite[:, None], 0.0, logits).masked_fill(~kept | logits.isneginf(), float("-inf"))
-        part = part._replace(
-            hidden_states=logits, logits=logits, temperature=torch.where(is_infinite, 1.0, temperature)
-        )
-        winners.append(_in_chunks(part._replace(shard=step.shard._replace(exchange=exchange_protocol.PACKED))).ids)
-    return torch.cat(winners)
+def shard_logits(step: SampleInputs) -> Tensor:
+    """Returns a shard's logits, as ``backends`` says."""
+    rows, weight = _rows_at_once(step), step.weight[: step.vocab_size]
+    return torch.cat([head_logits(states, weight) for states in step.hidden_states.split(rows)])
 
 
 @torch.no_grad()  # with a trainable weight autograd would keep every chunk, for a gradient that tokens lack

@@ -116,7 +116,7 @@ def verify(
     others, and with masks, biases or penalties, seven; a graph can capture them. Elsewhere, and under
     ``torch.compile``, it computes probabilities in torch in float64, a bounded number of rows at a time: memory does
     not grow with the batch, but it is slow. With ``tp`` each rank stores its shard's logits, and the ranks communicate
-    in three rounds or more (docs/tensor_parallel.md), written in torch; every rank reads all of q for the comparison.
+    logits and results (docs/tensor_parallel.md); every rank reads all of q for the comparison.
 
     Returns:
         VerifyOutput.

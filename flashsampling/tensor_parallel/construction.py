@@ -30,9 +30,8 @@ from ..warmup import plan
 from . import capabilities
 from .device_thread import DeviceThread
 from .failures import TensorParallelError, abort_failure
-from .filtered_sampling import LEAST_WORDS, ROW_WORDS
 from .gloo import Gloo
-from .nccl import Nccl
+from .nccl import LEAST_LOGIT_WORDS, LOGIT_WORDS, Nccl
 from .p2p import PeerToPeer, message_words
 from .rendezvous import RemoteError, Rendezvous
 from .serialization import record_from_json, record_to_json
@@ -138,7 +137,7 @@ class Construction:
     ) -> str | None:
         """Makes ``transport``. Returns the reason why p2p cannot be used if it was tried and failed, else None."""
         why, rows, seconds = None, self.own.max_batch_size, self.own.timeout
-        capacity = max(rows * self.own.max_num_samples, rows * ROW_WORDS, LEAST_WORDS)
+        capacity = rows * self.own.max_num_samples  # winners
         if self.transport_name == "p2p":
             why = self._make_p2p(rendezvous, device, max(capacity, message_words(rows, rendezvous.ranks)))
             if why is None:
@@ -149,7 +148,8 @@ class Construction:
 
         def make() -> bytes | None:
             if self.transport_name != "gloo":
-                self.transport = Nccl(self._group, rendezvous, device, rows, capacity, seconds, self._store_host)
+                words = max(capacity, rows * LOGIT_WORDS, LEAST_LOGIT_WORDS)
+                self.transport = Nccl(self._group, rendezvous, device, rows, words, seconds, self._store_host)
                 return None
             self.transport = gloo = Gloo(self._group, rendezvous, rows, capacity, seconds)
             closed = gloo.closed()
@@ -182,7 +182,7 @@ class Construction:
         Returns None, or the reason why memory cannot be mapped (missing rights in a container, say)."""
         try:
             rows, draws = self.own.max_batch_size, self.own.max_num_samples
-            self.transport = PeerToPeer(rendezvous, device, capacity, self.own.timeout, rows, draws)
+            self.transport = PeerToPeer(rendezvous, device, capacity, self.own.timeout, rows, draws, self.vocab_size)
             rendezvous.exchange("mapping peers' memory", b"")
             return None
         except TensorParallelError:

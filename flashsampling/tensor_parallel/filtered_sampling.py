@@ -1,25 +1,16 @@
-"""Filters and log-probabilities over sharded logits. Only candidates, maxima and masses cross ranks.
+"""Filters, log-probabilities and rejection of drafts over ranks, by the kernels of one GPU.
 
-Every rank stores the logits of its shard. The ranks exchange payloads in collective rounds. The host knows the number
-of rounds before the first one, and it is the same on all ranks. Each round is an all-gather to (ranks, B, words), from
-which all ranks conclude the same, in integers or by sums in the order of the ranks:
+A filter needs all logits of a row. Ranks exchange their shards' logits, so that whole rows lie on one rank, and the
+rank that has a row draws it as ``sample_from_logits`` does:
 
-    round       payload per row of each rank
-    highest     the highest processed logit and its token, or that there is a NaN; whether any logit is finite
-    few         for one small k of all rows: the sort keys of the shard's first k tokens, which settle top-p too
-    top-k       else, if a row may have it: the number of tokens for each value of a digit, once per radix pass
-    top-p       likewise: their masses; in the last pass the number of tokens
-                (kernels have a first pass before each of these two, about floors or first tokens, and sums of masses)
-    the draw    per draw the packed winner of the kept tokens. With log-probabilities its raw and processed logits, and
-                the mass of the kept tokens. If wanted: the raw logits' log-sum-exp, the n highest, those of given ids
-    ranks       with log-probabilities: per draw, how many raw logits are higher than the winner's
+    every rank        logits of its shard (``backends.Backend.shard_logits``), without any sampling parameter
+    all ranks         their logits to the ranks that draw the rows (``Collectives.gather_logits``)
+    a row's rank      sampling parameters, filters, draws, log-probabilities: the step of one rank over stored logits
+    all ranks         results to all (``Collectives.gather_results``), where not every rank draws every row
 
-A round takes one message of the transport for every ``room`` words. Each message has a number, a comparison and
-failures like the message of a plain step. This module reads nothing from the device, and no index is out of range,
-whatever a failed step receives.
-
-Backends compute the parts that round in their own way (``backends``): the shard's logits, and the winners of scores.
-``cutoffs`` and ``outputs``, or modules with the same functions, do the rest.
+Logits are the bits that one rank with the whole vocabulary computes, and so are all results. The LM head's bias, of
+which a rank has its shard's part, is added before the exchange: all other parameters are the whole vocabulary's.
+Nothing is read from the device, and no index is out of range, whatever a failed step receives.
 """
 
 import contextlib
@@ -29,19 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import exchange_protocol
 from ..backends import Backend
-from ..exchange_protocol import NO_TOKEN, Shard
+from ..exchange_protocol import WHOLE
 from ..inputs import SampleInputs
-from ..outputs import SampleResult
-from ..reference import logit_transforms
-from ..sampling_params import SamplingParams
-from . import cutoffs
-from .cutoffs import Collective, FixedPointScale, Shards
+from ..outputs import SampleResult, layout
+from . import rejection
 from .transport import Collectives
-
-ROW_WORDS = 16  # of a message, at least, for each row of the largest batch ...
-LEAST_WORDS = 2048  # ... and in all
 
 
 class Part(NamedTuple):
@@ -54,61 +38,33 @@ class Part(NamedTuple):
     vocab_size: int  # of all ranks
 
 
-class _Logits(NamedTuple):
-    """The logits of a shard."""
-
-    raw: Tensor  # (B, n) float32
-    processed: Tensor  # (B, n) float32
-
-
-class Kept(NamedTuple):
-    """A step's rows once all ranks know the cutoffs."""
-
-    local: SampleInputs  # this rank's
-    logits: _Logits
-    known: Tensor | None  # what ``cutoffs.highest`` found in the processed logits
-    limit: Tensor  # (B,) int64: the cutoffs, the lowest sort keys that are kept of this shard
-    scale: FixedPointScale
-    place: Tensor  # (B,) int64, of the row's first token
-    defined: Tensor  # (B,) bool: it has a token
-
-    @property
-    def columns(self) -> dict[str, int]:
-        """The words of a rank's payload for the draw, per row and by part, in the order of the message."""
-        params, num_samples = self.local.params, self.local.num_samples
-        draws = num_samples if params.logprobs else 0
-        given = 0 if params.logprob_ids is None else params.logprob_ids.shape[1]
-        columns = {"winners": num_samples, "logits": draws, "mass": int(params.logprobs)}
-        return columns | {"logsumexp": int(params.needs_raw_mass()), "top": params.top_logprobs, "given": given}
-
-    @property
-    def first(self) -> Tensor:
-        """The ids of the rows' first tokens, (B,) int64."""
-        return self.place & NO_TOKEN ^ NO_TOKEN
-
-
-@torch.no_grad()  # parameters of rows may have a gradient
+@torch.no_grad()  # parameters of rows, and q from a drafter, may have a gradient
 def draw(part: Part, step: SampleInputs) -> SampleResult:
-    """Returns the result of ``backends.Backend.run`` over the whole vocabulary, on every rank.
+    """Returns the result of ``backends.Backend.run`` over the whole vocabulary, on every rank; with ``step.drafted``
+    the requests' last tokens, then their numbers of accepted drafts, (2 * B,) int64.
 
     Args:
         part: this rank's part of the group.
-        step: a step over the shard; its parameters are the whole vocabulary's.
+        step: a step over the shard; its parameters are the whole vocabulary's, except for the LM head's bias.
     """
-    with rounds(part, step):
-        meet, kept = prepare(part, step)
-        drawn = _drawn(meet, part, kept)
+    with _messages(part, step):
+        words = _row_words(part, step)
+        result = (
+            _unpack(words, step) if step.drafted is None else rejection.finish(words, step.drafted, part.vocab_size)
+        )
     failed = part.transport.end()
     if failed is not None:
-        drawn.ids.masked_fill_(failed, -1)
-        if drawn.values is not None:
-            drawn.values.masked_fill_(failed, float("nan"))
-    return drawn
+        drafts = 0 if step.drafted is None else len(step.drafted.token_ids)
+        result.ids[: len(result.ids) - drafts].masked_fill_(failed, -1)
+        result.ids[len(result.ids) - drafts :].masked_fill_(failed, 0)
+        if result.values is not None:
+            result.values.masked_fill_(failed, float("nan"))
+    return result
 
 
 @contextlib.contextmanager
-def rounds(part: Part, step: SampleInputs) -> Iterator[None]:
-    """Surrounds all rounds of a step.
+def _messages(part: Part, step: SampleInputs) -> Iterator[None]:
+    """Surrounds all messages of a step.
 
     Ends the step (``Collectives.end``) if the block raises; else the caller ends it."""
     try:
@@ -120,92 +76,75 @@ def rounds(part: Part, step: SampleInputs) -> Iterator[None]:
         raise
 
 
-def prepare(part: Part, step: SampleInputs) -> tuple[Collective, Kept]:
-    """Runs the rounds before the draw. Returns the collective for later rounds, and the kept rows."""
+def _row_words(part: Part, step: SampleInputs) -> Tensor:
+    """Returns the results of all rows, (B, n) int64."""
     first, last = part.ranges[part.rank]
-    transport = part.transport
-    params = step.params.shard(first, last)
-    rows = step.rows()
-    local = step._replace(params=params, shard=Shard(first, exchange_protocol.PACKED), drafted=None, **rows._asdict())
     batch, device = step.hidden_states.shape[0], step.hidden_states.device
+    logits, bias = torch.empty((batch, 0), dtype=torch.float32, device=device), None
     if last > first:
-        raw, processed = part.backend.module.shard_logits(local)
-    else:
-        raw = processed = torch.empty((batch, 0), dtype=torch.float32, device=device)
-    logits = _Logits(raw, processed)
-
-    def meet(words: Tensor, wanted: Tensor | None = None) -> Tensor:
-        messages = [
-            transport.all_gather(some, step, wanted) for some in words.contiguous().view(-1).split(transport.room)
-        ]
-        theirs = messages[0] if len(messages) == 1 else torch.cat(messages, dim=1)
-        return theirs.contiguous().view(-1, *words.shape)  # kernels need it contiguous
-
-    words, known = part.backend.shard_limits.highest(local, processed)
-    place, top, defined = part.backend.shard_parts.first(meet(words), step.params)
-    scale = FixedPointScale(top, rows.temperature, cutoffs.fixed_point_scale_of(part.vocab_size))
-    shards = Shards(part.rank, part.ranges, transport.room)
-    limit = torch.minimum(_limits(meet, part, processed, known, params, scale, shards), place)
-    return meet, Kept(local, logits, known, limit, scale, place, defined)
+        logits = part.backend.shard_logits(step)
+        bias = None if step.params.bias is None else step.params.bias[: last - first]
+    step = step._replace(**step.rows()._asdict(), params=step.params._replace(bias=None))
+    after = None if step.drafted is None else rejection.drafts_of_rows(step.drafted, batch)
+    at_once = part.transport.rows_at_once or batch
+    passes = [
+        _pass(part, step.part(row, min(row + at_once, batch)), logits[row : row + at_once], bias, after, row)
+        for row in range(0, batch, at_once)
+    ]
+    return passes[0] if len(passes) == 1 else torch.cat(passes)
 
 
-def _limits(
-    meet: Collective,
+def _pass(
     part: Part,
-    processed: Tensor,
-    known: Tensor | None,
-    params: SamplingParams,
-    scale: FixedPointScale,
-    shards: Shards,
+    step: SampleInputs,  # of the rows of this pass
+    logits: Tensor,  # (rows, n) float32, of the shard
+    bias: Tensor | None,  # (n,) float32
+    after: rejection.RowDrafts | None,  # of all rows
+    row: int,  # the first one's number
 ) -> Tensor:
-    """Returns the cutoffs of the filters for this rank's tokens, (B,) int64."""
-    passes, limit = part.backend.shard_limits, None
-    names = params.names()
-    if "top_k" in names and not params.may_be_joint():
-        if cutoffs.are_few(params.top_k):
-            limit = passes.of_few(meet, processed, known, params.top_k, params.top_p, scale, shards)
-        elif part.transport.skips:  # for a number too, because another rank may have a tensor of it
-            vocab_size = part.vocab_size
-            limit = passes.of_top_k_and_p(meet, processed, known, params.top_k, params.top_p, scale, vocab_size, shards)
-    if limit is not None:
-        names = [name for name in names if name not in ("top_k", "top_p")]
-    if "top_k" in names:
-        limit = passes.of_top_k(meet, processed, known, params.top_k, scale, part.vocab_size, shards)
-    if "top_p" in names:
-        before = limit
-        if limit is not None and params.may_be_joint():  # the share is of all
-            joint = params.joint_top_p
-            before = torch.where(joint != 0, logit_transforms.LOWEST, limit) if isinstance(joint, Tensor) else None
-        by_top_p = passes.of_top_p(meet, processed, known, scale, params.top_p, before, part.vocab_size, shards)
-        limit = by_top_p if limit is None or before is limit else torch.maximum(limit, by_top_p)
-    if "min_p" in names:
-        by_min_p = passes.of_min_p(processed, known, scale, params.min_p)
-        limit = by_min_p if limit is None else torch.maximum(limit, by_min_p)
-    return torch.full_like(scale.top, logit_transforms.LOWEST, dtype=torch.int64) if limit is None else limit
+    """Returns the results of some rows, (rows, n) int64."""
+    transport, batch = part.transport, len(logits)
+    whole = transport.gather_logits(logits, bias, part.ranges, step)
+    first, last = transport.drawn_rows(batch)
+    own = step.part(first, last)._replace(
+        hidden_states=whole, weight=whole, logits=whole, vocab_size=part.vocab_size, shard=WHOLE, drafted=None,
+        draft_hash=None,
+    )  # fmt: skip
+    own = own._replace(params=own.params.normalized())
+    backend = part.backend.for_logits
+    if first == last:
+        count = 1 if after is not None else _columns(step)
+        words = torch.empty((0, count), dtype=torch.int64, device=logits.device)
+    elif after is not None:
+        assert step.drafted is not None
+        words = rejection.verify_rows(backend, own, after.part(row + first, row + last), step.drafted.probs)
+    else:
+        words = _pack(backend.run(own), own)
+    return transport.gather_results(words, batch, step)
 
 
-def _drawn(meet: Collective, part: Part, kept: Kept) -> SampleResult:
-    """Returns the result of a step whose cutoffs are known."""
-    local, logits, parts = kept.local, kept.logits, part.backend.shard_parts
-    winners = winners_of(part.backend, local, logits.processed, kept.limit, kept.known)
-    words = parts.words(kept, winners, mass_of(part, kept) if local.params.logprobs else None)
-    drawn, raw = parts.conclude(meet(words), kept)
-    if raw is not None:
-        parts.put_ranks(drawn, meet(parts.above(logits.raw, raw)), kept)
-    return drawn  # type: ignore[no-any-return]
+def _columns(step: SampleInputs) -> int:
+    """Returns the words of a row's results."""
+    sizes = layout(1, step.num_samples, step.params)
+    return sizes.num_ids + sizes.num_values
 
 
-def winners_of(
-    backend: Backend, local: SampleInputs, logits: Tensor, limit: Tensor, known: Tensor | None = None
-) -> Tensor:
-    """Returns the shard's packed winners among tokens from the cutoff ``limit`` (B,) on, (B, num_samples)."""
-    shape = len(logits), local.num_samples
-    if logits.shape[1] == 0:
-        return torch.full(shape, exchange_protocol.NO_FINITE, device=logits.device)
-    return backend.module.shard_winners(local, logits, limit, known).view(shape)  # type: ignore[no-any-return]
+def _pack(result: SampleResult, step: SampleInputs) -> Tensor:
+    """Returns a result as (B, n) int64."""
+    batch = step.hidden_states.shape[0]
+    if not step.params.needs_raw_mass():
+        return result.ids.view(batch, step.num_samples)
+    parts = layout(batch, step.num_samples, step.params).split(result, batch)
+    return torch.cat([part if part.dtype == torch.int64 else part.view(torch.int32) for part in parts.values()], dim=1)
 
 
-def mass_of(part: Part, kept: Kept) -> Tensor:
-    """Returns the mass of the shard's kept tokens, (B, 1) int64."""
-    processed, first = kept.logits.processed, kept.local.shard.first_token
-    return part.backend.shard_limits.mass_of(processed, kept.limit, kept.scale, first)  # type: ignore[no-any-return]
+def _unpack(words: Tensor, step: SampleInputs) -> SampleResult:
+    """Returns the result that ``_pack`` packed."""
+    if not step.params.needs_raw_mass():
+        return SampleResult(words.flatten())
+    places = layout(len(words), step.num_samples, step.params)
+    names = {**places.ids, **places.values}
+    parts = dict(zip(names, words.split([place.columns for place in names.values()], dim=1)))
+    for name in places.values:
+        parts[name] = parts[name].to(torch.int32).view(torch.float32)
+    return places.join(parts)

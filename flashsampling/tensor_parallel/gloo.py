@@ -4,6 +4,7 @@ Messages are point to point, because an all-gather could not name a rank that is
 process group's store, which every step reads first, at the cost of a round trip. A rank that gives up also sends a
 message to each peer in a step, so that the peer does not wait until ``timeout``, when gloo closes connections for good.
 
+    logits of filtered rows           messages of ``LOGIT_WORDS`` with a tag of their own, after one that compares
     messages of one step              wait for the peers no longer than ``timeout`` together
     an exception while messages wait  (a signal handler's) messages are kept, the group fails and names this rank
     connections that are closed       the rank that closed them posts the failure in the store; no group uses them again
@@ -13,6 +14,7 @@ message to each peer in a step, so that the peer does not wait until ``timeout``
 import contextlib
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -30,6 +32,7 @@ from .rendezvous import Rendezvous
 from .transport import Transport
 
 _FIRST_TAG = 0x46530000  # not torch's default, 0: a user's own send would meet a step, and gloo would abort
+LOGIT_WORDS = 1 << 16  # int64, two logits each
 _LEAST_WAIT = 1e-3  # seconds; gloo counts milliseconds and takes 0 for no bound
 _EARLY = 0.01  # seconds by which a time-out may come early, because gloo rounds down to milliseconds
 _REASON_WAIT = 2.0  # seconds in which a rank that closed a connection posts its reason
@@ -51,9 +54,10 @@ class Gloo(Transport):
         self.skipped_calls = 0
         self._rendezvous, self._seconds = rendezvous, seconds
         self._rank, self._ranks = rendezvous.rank, rendezvous.ranks
-        self._tag = _FIRST_TAG + rendezvous.number % 2**16
+        self._tag = _FIRST_TAG + rendezvous.number % 2**16 * 2  # messages; then those with logits
         self._hashes = Hashes(max_batch_size, torch.device("cpu"))
-        self.room = capacity
+        self.room = self._message_room = capacity
+        self._lane = 0  # 1: messages with logits
         self._header = torch.zeros(HEADER, dtype=torch.int64, device="cpu")
         self._steps = 0
         self._time_left = seconds  # for the remaining messages of a step
@@ -78,7 +82,7 @@ class Gloo(Transport):
         Raises:
             TensorParallelError: the process group's connections are closed, or a rank did not take part.
         """
-        message = torch.zeros(HEADER + self.room, dtype=torch.int64, device="cpu")
+        message = torch.zeros(HEADER + self._message_room, dtype=torch.int64, device="cpu")
         began = time.monotonic()
         peer = self._exchange(message, message.new_empty(self._ranks, len(message)), began + bound)
         if peer is not None and time.monotonic() - began < bound - _EARLY:
@@ -118,9 +122,22 @@ class Gloo(Transport):
         rows["draft_hash"] = _on_host(step.draft_hash)
         self._hashes.write(self._header, step._replace(**rows))
 
-    def all_gather(self, words: Tensor, step: SampleInputs, wanted: Tensor | None = None) -> Tensor:
+    def all_gather(self, words: Tensor, step: SampleInputs) -> Tensor:
         """Implements ``Collectives.all_gather``. Raises the failure of the step."""
         return self._gathered_words(words.cpu()).to(words.device)
+
+    def gather_logits(
+        self, logits: Tensor, bias: Tensor | None, ranges: Sequence[tuple[int, int]], step: SampleInputs
+    ) -> Tensor:
+        """Implements ``Collectives.gather_logits``. The first message compares: a rank at another step sends no logits.
+
+        All messages of a tag have one size, because gloo aborts if sizes differ."""
+        self.all_gather(torch.zeros(1, dtype=torch.int64, device="cpu"), step)
+        self.room, self._lane = LOGIT_WORDS, 1
+        try:
+            return super().gather_logits(logits, bias, ranges, step)
+        finally:
+            self.room, self._lane = self._message_room, 0
 
     def end(self, error: BaseException | None = None) -> None:
         """Implements ``Collectives.end``.
@@ -182,10 +199,11 @@ class Gloo(Transport):
         send, receive = self._connections.send, self._connections.recv
         waiting_for = others[0]
         try:
+            tag = self._tag + self._lane
             for waiting_for in others:
-                works.extend(map(receive, [[messages[waiting_for]]], [waiting_for], [self._tag]))
+                works.extend(map(receive, [[messages[waiting_for]]], [waiting_for], [tag]))
             for waiting_for in others:
-                works.extend(map(send, [[message]], [waiting_for], [self._tag]))
+                works.extend(map(send, [[message]], [waiting_for], [tag]))
             for waiting_for, work in zip(others + others, works):  # noqa: B007 (the handler reads it)
                 work.wait(timedelta(seconds=max(until - time.monotonic(), _LEAST_WAIT)))
         except RuntimeError:  # gloo's for a time-out and for a lost connection
@@ -232,16 +250,17 @@ class Gloo(Transport):
         if self._failure is None or self._drained:
             return
         self._drained = True
-        own = torch.zeros(HEADER + self.room, dtype=torch.int64, device="cpu")
-        own[FAILED] = 1
         send, receive = self._connections.send, self._connections.recv
-        for rank in range(self._ranks):
-            if rank != self._rank:
-                received, works = torch.empty_like(own), list[Any]()
-                _kept[id(works)] = own, received, works
-                for transfer, message in ((send, own), (receive, received)):
-                    with contextlib.suppress(RuntimeError):  # a lost connection
-                        works.extend(map(transfer, [[message]], [rank], [self._tag]))
+        for tag, room in ((self._tag, self._message_room), (self._tag + 1, LOGIT_WORDS)):
+            own = torch.zeros(HEADER + room, dtype=torch.int64, device="cpu")
+            own[FAILED] = 1
+            for rank in range(self._ranks):
+                if rank != self._rank:
+                    received, works = torch.empty_like(own), list[Any]()
+                    _kept[id(works)] = own, received, works
+                    for transfer, message in ((send, own), (receive, received)):
+                        with contextlib.suppress(RuntimeError):  # a lost connection
+                            works.extend(map(transfer, [[message]], [rank], [tag]))
 
 
 _kept: dict[int, Any] = {}  # messages in flight: a peer outside of a step takes them when it learns of a failure

@@ -20,7 +20,7 @@ from ..exchange_protocol import Shard
 from ..inputs import SampleInputs
 from ..outputs import SampleResult
 from ..sampling_params import DEFAULT_PARAMS
-from . import capabilities, filtered_sampling, rejection
+from . import capabilities, filtered_sampling
 from .construction import Construction, parse_timeout
 from .device_thread import DeviceThread
 from .failures import Failure, TensorParallelError, abort_failure
@@ -28,7 +28,7 @@ from .rendezvous import RemoteError, Rendezvous
 from .serialization import MalformedError, from_bytes, to_bytes
 from .sharding import process_group, rank_and_size
 from .store import open_store
-from .transport import Collectives, DryRun, SingleRank, Transport
+from .transport import Collectives, SingleRank, Transport
 
 _USUAL_TIMEOUT = 60.0  # seconds
 _LOOK_FOR_FAILURE = 0.05  # seconds
@@ -419,13 +419,12 @@ class TensorParallel:
         return self._transport.finish(out, step)
 
     def draw(self, backend: Backend, step: SampleInputs) -> SampleResult:
-        """Runs a step with several collective rounds, or one with drafts for rejection sampling.
+        """Runs a step whose rows need the whole vocabulary's logits, or one with drafts for rejection sampling.
 
         ``step.params`` are those of the whole vocabulary."""
         if self._transport is None and step.drafted is None:
             return backend.run(step)
-        part = self._part(self._transport or SingleRank(), backend)
-        return (filtered_sampling.draw if step.drafted is None else rejection.reject)(part, step)
+        return filtered_sampling.draw(self._part(self._transport or SingleRank(), backend), step)
 
     def dry_run(self, backend: Backend, step: SampleInputs) -> SampleResult:
         """Runs ``draw`` without other ranks, to compile its kernels. The result has no meaning."""
@@ -433,8 +432,7 @@ class TensorParallel:
             return backend.run(step)
         if backend.runs_on_shard(step):
             return backend.run(step._replace(shard=self._transport.dry_run_transport(self.first_token)))
-        rounds = DryRun(self.world_size, self._transport.room, self._transport.skips)
-        return filtered_sampling.draw(self._part(rounds, backend), step)
+        return filtered_sampling.draw(self._part(self._transport.dry_run(), backend), step)
 
     def _part(self, transport: Collectives, backend: Backend) -> filtered_sampling.Part:
         return filtered_sampling.Part(transport, backend, self._ranges, self.rank, self.vocab_size)

@@ -4,9 +4,9 @@ A message is int64 and always of one size, because gloo aborts if sizes differ, 
 
     step  batch  num_samples  temperatures  seeds  offsets  failed  sampling parameters (a word each)  drafts  winners
 
-Filters and log-probabilities take several messages (``filtered_sampling``), each a step of its own to the counter and
-the comparison; their payload takes the place of the winners. Each sampling parameter is hashed by itself, 0 if it is
-its default. Of token counts and of the LM head's bias, of which a rank reads its shard, only their presence is
+Filters, log-probabilities and drafts take several messages (``filtered_sampling``), each a step of its own to the
+counter and the comparison; logits take the place of the winners. Each sampling parameter is hashed by itself, 0 if it
+is its default. Of token counts and of the LM head's bias, of which a rank reads its shard, only their presence is
 compared. Drafts to be rejected are hashed with all of their probabilities, except those that belong to no draft. Drafts
 to be matched come hashed (``SampleInputs.draft_hash``).
 
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from ..inputs import DraftChains, SampleInputs
 from ..sampling_params import DEFAULT_PARAMS, RANK_LOCAL_FIELDS, SamplingParams, argument_names
-from .cutoffs import FEW
 from .failures import Failure
 
 STEP, BATCH, NUM_SAMPLES, TEMPERATURE, SEED, OFFSET, FAILED, FIRST_PARAM = range(8)
@@ -107,8 +106,6 @@ class Hashes:
             field, value = _PARAM_WORDS[name], getattr(step.params, name)
             if not isinstance(value, Tensor):
                 hashed = self._of_number(value, step.hidden_states.shape[0])
-                if name == "top_k" and value <= FEW:  # it takes other rounds than a tensor of that number
-                    hashed ^= 1 << 62
                 yield field, hashed, None
             elif name in RANK_LOCAL_FIELDS:
                 yield field, 1, None

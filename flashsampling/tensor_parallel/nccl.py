@@ -50,6 +50,7 @@ from .store import StoreGoneError
 from .transport import Transport
 from .watchdog import Heartbeat, Watchdog, read_heartbeats
 
+LOGIT_WORDS, LEAST_LOGIT_WORDS = 16, 2048  # of a message, for each row of the largest batch, and in all
 DRAIN_LIMIT = 5.0  # seconds
 DRAIN_AT_MOST = 120.0  # seconds, whatever number of all-gathers the store claims
 _LOOK_AFTER_FAILURE = 0.1  # seconds
@@ -154,7 +155,7 @@ class Nccl(Transport):
         self._count_skipped_call()
         self._hashes.write(self._message, step)
 
-    def all_gather(self, words: Tensor, step: SampleInputs, wanted: Tensor | None = None) -> Tensor:
+    def all_gather(self, words: Tensor, step: SampleInputs) -> Tensor:
         """Implements ``Collectives.all_gather``. Raises nothing."""
         messages = self._gather(words)
         return words.expand(self._ranks, -1) if messages is None else messages.clone()  # the next message overwrites it

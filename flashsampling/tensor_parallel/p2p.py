@@ -16,7 +16,7 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,22 +30,28 @@ from .failures import Failure
 from .fd_passing import exchange_file_descriptors
 from .message import Hashes
 from .rendezvous import Rendezvous
-from .transport import Transport
+from .transport import Collectives, DryRun, Transport
 
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _HANDLE_TYPE = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_BUFFER_BYTES = 1 << 28
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 _kept: list[Any] = []  # memory that captured graphs, and kernels that hang, may touch until the process ends
 
 
 def message_words(rows: int, ranks: int) -> int:
-    """Returns the words that fit in a message: 256 per row, so that a radix pass has 8 bits (``cutoffs.Shards``).
+    """Returns the words that fit in a message: 64 per row, so that results with log-probabilities usually take one.
 
-    Slots hold at most 16 MiB, and one round's programs must fit on a device at once. Only words in use cross ranks."""
-    return min(256 * rows, 1 << 16, (1 << 24) // (32 * ranks))
+    Slots hold at most 16 MiB, and a message's programs must fit on a device at once. Only words in use cross ranks."""
+    return min(64 * rows, 1 << 16, (1 << 24) // (32 * ranks))
+
+
+def rows_of_buffer(rows: int, ranks: int, vocab_size: int) -> int:
+    """Returns how many rows of logits a rank holds: its share of a batch of ``rows``, but at most 256 MiB of them."""
+    return min(-(-rows // ranks), max(_BUFFER_BYTES // (4 * vocab_size), 1))
 
 
 class _Location(ctypes.Structure):
@@ -159,6 +165,43 @@ class _Mapping:
         self._undo.close()
 
 
+def _floats(address: int, rows: int, columns: int, device: torch.device) -> Tensor:
+    """Returns device memory as a tensor (rows, columns) float32."""
+
+    class Memory:
+        __cuda_array_interface__ = {  # noqa: RUF012
+            "shape": (rows, columns), "typestr": "<f4", "data": (address, False), "version": 2,
+        }  # fmt: skip
+
+    return torch.as_tensor(Memory(), device=device)
+
+
+class _DryRun(DryRun):
+    """Launches what ``PeerToPeer`` launches, with a group of this rank alone."""
+
+    def __init__(self, table: int, rank: int, row_stride: int, hashes: Hashes) -> None:
+        self._table, self._rank, self._row_stride, self._hashes = table, rank, row_stride, hashes
+
+    def begin(self, step: SampleInputs) -> None:
+        """Implements ``Collectives.begin``."""
+        from ..kernels.triton.sharded.param_hash import besides_rows  # comes with torch for CUDA
+
+        self._request = besides_rows(self._hashes, step)
+
+    def gather_logits(
+        self, logits: Tensor, bias: Tensor | None, ranges: Sequence[tuple[int, int]], step: SampleInputs
+    ) -> Tensor:
+        """Implements ``Collectives.gather_logits``."""
+        from ..kernels.triton.sharded import collectives  # comes with torch for CUDA
+
+        if logits.shape[1]:
+            first = ranges[self._rank][0]
+            collectives.push_logits(self._table, 0, logits, bias, (0, 1), 0, first, self._row_stride)
+        word = torch.zeros(1, dtype=torch.int64, device=logits.device)
+        collectives.all_gather(self._table, word, 1, self._request, step)
+        return super().gather_logits(logits, bias, ranges, step)
+
+
 class PeerToPeer(Transport):
     """Carries winners over symmetric memory.
 
@@ -171,8 +214,6 @@ class PeerToPeer(Transport):
         MemoryError: the device has no memory left.
     """
 
-    skips = True
-
     def __init__(
         self,
         rendezvous: Rendezvous,
@@ -181,10 +222,15 @@ class PeerToPeer(Transport):
         seconds: float,  # how long a kernel waits for a peer
         max_batch_size: int = 1,
         max_num_samples: int = 1,
+        vocab_size: int = 1,  # of all ranks
     ) -> None:
         rank, ranks = rendezvous.rank, rendezvous.ranks
         self.room = capacity
-        self._ranks = ranks
+        self._rank, self._ranks = rank, ranks
+        self._share_rows = rows_of_buffer(max_batch_size, ranks, vocab_size)
+        self.rows_at_once: int = ranks * self._share_rows
+        self._row_stride = -(-vocab_size // 4) * 4
+        self._vocab_size = vocab_size
         self._skipped_calls = 0
         self._rendezvous = rendezvous
         self._device = device
@@ -197,9 +243,9 @@ class PeerToPeer(Transport):
             _driver("cuCtxGetCurrent", ctypes.byref(context))
             self._context = context.value
             self._hashes = Hashes(max_batch_size, device)
-            self._no_params = torch.zeros(1, dtype=torch.int64, device=device)
-            self._always = torch.ones(1, dtype=torch.int32, device=device)
-            self._param_hash = self._step_failed = self._no_params
+            self._request: tuple[int, Tensor | None] = (0, None)
+            self._in_passes = False
+            self._failed: Tensor | None = None  # of the step, () bool, once it is known
             host_words = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
             _kept.append(host_words)
             self._host_words = host_words.numpy()  # an element costs a tenth of a tensor's
@@ -209,7 +255,12 @@ class PeerToPeer(Transport):
             winners = max_batch_size * max_num_samples
             alone = _zeroed(protocol.shared_words(1, winners))
             try:
-                addresses = self._share(rendezvous, protocol.shared_words(ranks, capacity), seconds)
+                # behind the protocol's words, at 16 bytes
+                slots = -(-protocol.shared_words(ranks, capacity) // 2) * 2
+                self._buffer_at = 8 * slots
+                words = slots + self._share_rows * self._row_stride // 2
+                addresses = self._share(rendezvous, words, seconds)
+                self._buffer = _floats(addresses[rank] + self._buffer_at, self._share_rows, self._row_stride, device)
             except BaseException:
                 self._unmap()
                 raise
@@ -270,7 +321,7 @@ class PeerToPeer(Transport):
 
         alone = step.draft_hash if step.params is DEFAULT_PARAMS else None
         request = of_request(self._hashes, step) if alone is None else alone.view(1)
-        self._all_gather(request, torch.zeros_like(request), request, step)
+        self._all_gather(request, (0, request), step._replace(params=DEFAULT_PARAMS))
 
     def finish(self, out: Tensor, step: SampleInputs) -> Tensor:
         """Implements ``Transport.finish``: the kernel has done the exchange."""
@@ -278,28 +329,66 @@ class PeerToPeer(Transport):
 
     def begin(self, step: SampleInputs) -> None:
         """Implements ``Collectives.begin``."""
-        from ..kernels.triton.sharded.param_hash import of_request  # comes with torch for CUDA
+        from ..kernels.triton.sharded.param_hash import besides_rows  # comes with torch for CUDA
 
-        self._param_hash = of_request(self._hashes, step)
-        self._step_failed = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._request = besides_rows(self._hashes, step)
+        self._in_passes = len(step.hidden_states) > self.rows_at_once
 
-    def all_gather(self, words: Tensor, step: SampleInputs, wanted: Tensor | None = None) -> Tensor:
-        """Implements ``Collectives.all_gather`` as a launch that is a step of the protocol, unless it is not wanted."""
-        return self._all_gather(words, self._step_failed, self._param_hash, step, wanted)
+    def all_gather(self, words: Tensor, step: SampleInputs) -> Tensor:
+        """Implements ``Collectives.all_gather`` as a launch that is a step of the protocol."""
+        return self._all_gather(words, self._request, step)
 
-    def _all_gather(
-        self, words: Tensor, failed: Tensor, request: Tensor, step: SampleInputs, wanted: Tensor | None = None
-    ) -> Tensor:
+    def _all_gather(self, words: Tensor, request: tuple[int, Tensor | None], step: SampleInputs) -> Tensor:
         from ..kernels.triton.sharded import collectives  # comes with torch for CUDA
 
-        return collectives.all_gather(
-            self._table, words, self._ranks, failed, request, self._always if wanted is None else wanted, step
-        )
+        return collectives.all_gather(self._table, words, self._ranks, request, step)
 
-    def end(self, error: BaseException | None = None) -> Tensor:
-        """Implements ``Collectives.end``. Keeps no tensor of a graph under capture, which compilers take for a leak."""
-        failed = self._step_failed[0] != 0
-        self._param_hash = self._step_failed = self._no_params
+    def _share_of(self, batch: int) -> int:
+        """Returns the rows of a batch that each rank draws, but the last ones."""
+        return -(-batch // self._ranks)
+
+    def drawn_rows(self, batch: int) -> tuple[int, int]:
+        """Implements ``Collectives.drawn_rows``: rows are split evenly."""
+        share = self._share_of(batch)
+        return min(self._rank * share, batch), min((self._rank + 1) * share, batch)
+
+    def gather_logits(
+        self, logits: Tensor, bias: Tensor | None, ranges: Sequence[tuple[int, int]], step: SampleInputs
+    ) -> Tensor:
+        """Implements ``Collectives.gather_logits``: stores to the rows' owners, then a message with a word per row."""
+        from ..kernels.triton.sharded import collectives  # comes with torch for CUDA
+
+        batch = len(logits)
+        if logits.shape[1]:
+            collectives.push_logits(
+                self._table, self._buffer_at, logits, bias, (self._rank, self._ranks), batch, ranges[self._rank][0],
+                self._row_stride,
+            )  # fmt: skip
+        self.all_gather(step.rows().offset, step)
+        first, last = self.drawn_rows(batch)
+        return self._buffer[: last - first, : self._vocab_size]
+
+    def gather_results(self, words: Tensor, batch: int, step: SampleInputs) -> Tensor:
+        """Implements ``Collectives.gather_results``."""
+        count, missing = words.shape[1], self._share_of(batch) - len(words)
+        padded = words.flatten() if not missing else torch.nn.functional.pad(words, (0, 0, 0, missing)).flatten()
+        many = self._in_passes or len(padded) > self.room
+        if many:  # a message may fail after an earlier one, whose words were sound: the last word says so
+            padded = torch.nn.functional.pad(padded, (0, 1))
+        received = [self.all_gather(some, step) for some in padded.split(self.room)]
+        theirs = received[0] if len(received) == 1 else torch.cat(received, dim=1)
+        if many:
+            self._failed, theirs = theirs[0, -1] != 0, theirs[:, :-1]
+        return theirs.reshape(-1, count)[:batch]
+
+    def dry_run(self) -> Collectives:
+        """Implements ``Transport.dry_run``."""
+        return _DryRun(self._dry_run_table, self._rank, self._row_stride, self._hashes)
+
+    def end(self, error: BaseException | None = None) -> Tensor | None:
+        """Implements ``Collectives.end``; the results of a step that failed are -1 already, unless they took several
+        messages. Keeps no tensor of a graph under capture, which compilers take for a leak."""
+        failed, self._failed, self._request = self._failed, None, (0, None)
         return failed
 
     def failure(self) -> Failure | None:

@@ -1,5 +1,8 @@
-"""The interface of transports, which carry winners between ranks."""
+"""The interface of transports, which carry winners, logits and results between ranks."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from ..exchange_protocol import PACKED, Shard
@@ -8,10 +11,10 @@ from .failures import Failure
 
 
 class Collectives:
-    """The messages of a step with several collective rounds."""
+    """The messages of a step whose rows need the whole vocabulary's logits (``filtered_sampling``)."""
 
     room: int  # int64 words that fit in a message
-    skips = False  # whether the device skips a round whose ``wanted`` is 0
+    rows_at_once: int | None = None  # rows of a batch whose logits are exchanged at once; None: all
 
     def begin(self, step: SampleInputs) -> None:
         """Begins a step: its parameters are compared with every message that follows."""
@@ -20,13 +23,45 @@ class Collectives:
         self,
         words: Tensor,  # (n,) int64, n from 1 to ``room``
         step: SampleInputs,
-        wanted: Tensor | None = None,
     ) -> Tensor:
-        """Returns the words of all ranks, (ranks, n), of any strides. Of a failed step it returns any words, or raises.
-
-        ``wanted`` is (1,) int32 on the device, the same on all ranks. If it is 0, no rank reads the result, and the
-        message may be skipped."""
+        """Returns the words of all ranks, (ranks, n), of any strides. Of a failed step it returns any words, or
+        raises."""
         raise NotImplementedError
+
+    def drawn_rows(self, batch: int) -> tuple[int, int]:
+        """Returns the rows [first, last) of a batch that this rank draws: all, where every rank draws all."""
+        return 0, batch
+
+    def gather_logits(
+        self,
+        logits: Tensor,  # (B, n) float32, of this rank's shard
+        bias: Tensor | None,  # (n,) float32, of the LM head, to be added
+        ranges: Sequence[tuple[int, int]],  # ids of every rank's tokens, [first, last)
+        step: SampleInputs,
+    ) -> Tensor:
+        """Returns the logits of the rows that this rank draws, (rows, V) float32, rows a multiple of 16 bytes apart.
+
+        Of a failed step it returns any numbers, or raises. The next call may overwrite them."""
+        if bias is not None:
+            logits = logits + bias
+        widest = max(last - first for first, last in ranges)
+        sent = torch.nn.functional.pad(logits, (0, widest - logits.shape[1])).flatten()
+        words = torch.nn.functional.pad(sent, (0, len(sent) % 2)).view(torch.int64)
+        received = torch.cat([self.all_gather(some, step) for some in words.split(self.room)], dim=1)
+        by_rank = received.contiguous().view(torch.float32)[:, : len(sent)].view(len(ranges), -1, widest)
+        rows = empty_rows(len(logits), max(last for _, last in ranges), logits.device)
+        for part, (first, last) in zip(by_rank, ranges):
+            rows[:, first:last] = part[:, : last - first]
+        return rows
+
+    def gather_results(
+        self,
+        words: Tensor,  # (rows, n) int64, of the rows that this rank draws
+        batch: int,
+        step: SampleInputs,
+    ) -> Tensor:
+        """Returns the words of all rows of a batch, (batch, n) int64, contiguous."""
+        return words
 
     def end(self, error: BaseException | None = None) -> Tensor | None:
         """Ends the step and drops its parameters; ``error`` is the exception that left it, if any.
@@ -37,34 +72,37 @@ class Collectives:
         return None
 
 
+def empty_rows(rows: int, vocab_size: int, device: torch.device) -> Tensor:
+    """Returns uninitialised (rows, vocab_size) float32, rows a multiple of 16 bytes apart."""
+    return torch.empty((rows, -(-vocab_size // 4) * 4), dtype=torch.float32, device=device)[:, :vocab_size]
+
+
 class SingleRank(Collectives):
     """``Collectives`` of a group with one rank."""
 
     room = 1 << 30
 
-    def all_gather(self, words: Tensor, step: SampleInputs, wanted: Tensor | None = None) -> Tensor:
+    def all_gather(self, words: Tensor, step: SampleInputs) -> Tensor:
         """Implements ``Collectives.all_gather``."""
         return words[None]
 
 
 class DryRun(Collectives):
-    """``Collectives`` of a rank that runs without the others: every peer's words are its own. ``room`` and ``skips``
-    are those of the group's transport."""
+    """``Collectives`` of a rank that runs without the others, on any logits."""
 
-    def __init__(self, ranks: int, room: int, skips: bool = False) -> None:
-        self.ranks, self.room, self.skips = ranks, room, skips
-
-    def all_gather(self, words: Tensor, step: SampleInputs, wanted: Tensor | None = None) -> Tensor:
-        """Implements ``Collectives.all_gather``."""
-        return words.expand(self.ranks, -1)
+    def gather_logits(
+        self, logits: Tensor, bias: Tensor | None, ranges: Sequence[tuple[int, int]], step: SampleInputs
+    ) -> Tensor:
+        """Implements ``Collectives.gather_logits``."""
+        return empty_rows(len(logits), max(last for _, last in ranges), logits.device)
 
 
 class Transport(Collectives):
     """Carries the winners of one ``TensorParallel``. All ranks make it together. Failures are shared and final.
 
-    A step with filters or log-probabilities has several messages, all between ``begin`` and ``end``
-    (``filtered_sampling``). Each message has a step number of its own and is compared like the message of a plain step.
-    The time-out applies to each message; with gloo it applies to all messages of a step together.
+    A step with filters, log-probabilities or drafts to be rejected has several messages, all between ``begin`` and
+    ``end``. Each message has a step number of its own and is compared like the message of a plain step. The time-out
+    applies to each message; with gloo it applies to all messages of a step together.
     """
 
     skipped_calls: int  # as of ``TensorParallel``, which sets it
@@ -76,6 +114,10 @@ class Transport(Collectives):
     def dry_run_transport(self, first_token: int) -> Shard:
         """Returns the shard description for a dry run: kernels are compiled and run without meeting other ranks."""
         return self.shard(first_token)
+
+    def dry_run(self) -> Collectives:
+        """Returns the collectives of a dry run, which compile what those of a step compile."""
+        return DryRun()
 
     def compare(self, step: SampleInputs) -> None:
         """Compares parameters and draft hash before the launch of a step whose kernel exchanges winners but not these.

@@ -99,11 +99,10 @@ def make_drafted(
     sizes: tuple[int, int, int] | None = None,  # B, n, V; None: some
     wanted: Collection[str] | None = None,
     device: str | torch.device = "cpu",
-    ranks: bool = False,
 ) -> DraftChains:
     """Logits as ``tests/mixes.py`` makes them, and what is wanted of them; drafts are likely tokens, any, or none; q
     likewise. On the CPU; ``device``: where what is accepted is found out."""
-    mix = Mix(seed, poisoned, wanted=wanted, ranks=ranks)
+    mix = Mix(seed, poisoned, wanted=wanted)
     batch, n, vocab = sizes or (
         mix.random.randrange(1, 10),
         mix.random.randrange(8 if tree else 5),

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashsampling import VerifyOutput, exchange_protocol, noise, ops, sample, verify
+from flashsampling import VerifyOutput, noise, ops, sample, verify
 from flashsampling.backends import BACKENDS
 from flashsampling.exchange_protocol import PACKED, Shard
 from flashsampling.inputs import DraftChains, SampleInputs
 from flashsampling.outputs import SampleResult
-from flashsampling.reference import streaming
-from flashsampling.reference.streaming import shard_winners as streaming_winners
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from flashsampling.speculative.drafts import DraftBatch, _odd_number
-from flashsampling.tensor_parallel import TensorParallel, cutoffs, rejection
+from flashsampling.tensor_parallel import TensorParallel, filtered_sampling
 from flashsampling.tensor_parallel.filtered_sampling import Part
 from flashsampling.tensor_parallel.message import HEADER, Hashes, difference
 from flashsampling.tensor_parallel.p2p import PeerToPeer
@@ -34,7 +32,7 @@ from tests.speculative.drafting import DraftChains as Problem
 from tests.speculative.drafting import make_drafted, sure_of
 from tests.speculative.test_verify import differences
 from tests.speculative.test_verify_distribution import binomial
-from tests.tensor_parallel.test_filters import Stub, cut, flat, run
+from tests.tensor_parallel.test_filters import Peer, Stub, Transport, cut, flat, run, shared_memory  # noqa: F401 (a fixture)
 
 Ranges = list[tuple[int, int]]
 REJECT: dict[str, Any] = {"method": "rejection"}
@@ -49,15 +47,20 @@ class Whole(TensorParallel):
 
 
 @pytest.fixture
-def ranks(monkeypatch):
+def ranks(monkeypatch, shared_memory):  # noqa: F811
     """Makes a group whose steps are taken by threads, with shards of these ranges."""
 
     def of(
-        weight: Tensor, ranges: Ranges, vocab_size: int | None = None, impl: str = "streaming", room: int = 2048
+        weight: Tensor,
+        ranges: Ranges,
+        vocab_size: int | None = None,
+        impl: str = "streaming",
+        room: int = 2048,
+        transport: type[Transport | Peer] = Transport,
     ) -> Whole:
         def step_of_all(step: SampleInputs, tp: TensorParallel) -> SampleResult:
             assert step.drafted is not None
-            return run(step, ranges, impl, max(room, len(step.hidden_states)))[0]
+            return run(step, ranges, impl, room, transport)[0]
 
         monkeypatch.setattr(ops, "sample_sharded", step_of_all)
         return Whole(len(weight), vocab_size or len(weight), impl)
@@ -83,13 +86,14 @@ def check(problems: int, first_seed: int, ranks: Any) -> None:
     for seed in range(first_seed, first_seed + problems):
         random = Mix(seed).random
         sizes = (random.randrange(1, 7), random.randrange(5), random.choice((2, 5, 33, 130, 300))) if seed % 3 else None
-        problem = make_drafted(seed, "rejection", ranks=True, head=True, sizes=sizes)
+        problem = make_drafted(seed, "rejection", head=True, sizes=sizes)
         assert problem.weight is not None
         if seed % 4:  # flat: more drafts are refused, by a token that is not sure
             problem = replace(problem, weight=problem.weight / 8)
         expected = problem.verify("rejection", impl="reference")
         ranges = cut(Mix(seed), problem.step.vocab_size)
-        ours = of_ranks(problem, ranks, ranges, flat=seed % 2 == 0, room=random.choice((64, 300, 4096)))
+        transport = random.choice((Transport, Peer))
+        ours = of_ranks(problem, ranks, ranges, flat=seed % 2 == 0, room=random.choice((64, 4096)), transport=transport)
         sure = sure_of(problem, expected)
         assert not differences(*rows_of(sure, ours, expected)), (seed, ours, expected, sure)
         requests, unsure = requests + len(sure), unsure + int((~sure).sum())
@@ -118,9 +122,7 @@ def test_any_cut_is_the_oracle_s_of_many(ranks):
 @pytest.mark.parametrize("wanted", [(), ("top_k",), ("top_p", "min_p"), ("token_mask",)])
 def test_recovered_tokens(wanted, ranks):
     """Rows keep many tokens, at temperatures above and below 1."""
-    problem = make_drafted(
-        4 * 10**6, "rejection", ranks=True, head=True, poisoned=False, sizes=(60, 2, 130), wanted=wanted
-    )
+    problem = make_drafted(4 * 10**6, "rejection", head=True, poisoned=False, sizes=(60, 2, 130), wanted=wanted)
     assert problem.weight is not None
     temperature = torch.linspace(0.4, 1.6, 60)
     step = problem.step._replace(temperature=temperature)
@@ -147,7 +149,7 @@ def test_kernels_do_it_too(impl, ranks):
     requests = accepted = 0
     for seed in (1, 2, 5):
         problem = make_drafted(
-            seed + 10**7, "rejection", ranks=True, head=True, poisoned=False, sizes=(2, 2, 150), wanted=("top_k",)
+            seed + 10**7, "rejection", head=True, poisoned=False, sizes=(2, 2, 150), wanted=("top_k",)
         )
         assert problem.weight is not None
         states = fit(impl, problem.states.flatten(0, 1)).unflatten(0, problem.states.shape[:2])
@@ -159,17 +161,6 @@ def test_kernels_do_it_too(impl, ranks):
         requests, accepted = requests + int(sure.sum()), accepted + int(expected.num_accepted.sum())
     assert requests >= 4
     assert accepted >= 2
-
-
-def test_cuts_do_not_matter(ranks):
-    """The same output, to the last coin: p is a share over a sum of integers."""
-    for seed in range(5):
-        problem = make_drafted(seed + 3 * 10**6, "rejection", ranks=True, head=True, poisoned=False, sizes=(5, 4, 130))
-        first, *others = (
-            of_ranks(problem, ranks, ranges) for ranges in ([(0, 130)], *(cut(Mix(i), 130) for i in (1, 2)))
-        )
-        for other in others:
-            assert not differences(first, other), seed
 
 
 # -- edges
@@ -247,16 +238,8 @@ def test_end_points(word, monkeypatch, ranks):
     assert accepted(torch.zeros(5)) == [0, 1, 1, 1, 1]
 
 
-def of_nan_anything(step: SampleInputs, processed: Tensor, limit: Tensor, known: Tensor | None = None) -> Tensor:
-    """Returns any winner for a row with a NaN, as ``backends`` allows."""
-    winners = streaming_winners(step, processed, limit)
-    ones = torch.ones(len(winners))
-    some = exchange_protocol.pack(ones, torch.full_like(winners, step.shard.first_token), ones > 0)
-    return torch.where(processed.isnan().any(dim=1), some, winners)
-
-
 @pytest.mark.parametrize("ranges", [[(0, 2), (2, 4)], [(2, 4), (0, 1), (1, 2)], [(0, 4), (4, 4)]])
-def test_what_takes_the_place_of_a_draft(ranges, ranks, monkeypatch):
+def test_what_takes_the_place_of_a_draft(ranges, ranks):
     """p - q of all shards; where q has zeros and p has not; p where nothing is left on any, and only there."""
     rows = 2000
     p = torch.tensor([0.5, 0.3, 0.2, 0.0])
@@ -280,7 +263,6 @@ def test_what_takes_the_place_of_a_draft(ranges, ranks, monkeypatch):
     )
     assert given.token_ids.max() == 2
     assert not differences(given, clamped)
-    monkeypatch.setattr(streaming, "shard_winners", of_nan_anything)
     for place in range(4):  # where q is read, on whichever shard
         nan = torch.tensor([0.5, 0.3, 0.1, 0.2])
         nan[place] = math.nan
@@ -348,28 +330,6 @@ def test_whatever_is_on_the_device(ranks):
         assert ((out.token_ids >= -1) & (out.token_ids < 70)).all()
         assert ((out.num_accepted >= 0) & (out.num_accepted <= 4)).all()
         assert torch.equal((out.token_ids >= 0).sum(1), out.num_emitted)
-
-
-def test_rows_of_which_only_some_have_temporary_tensors(ranks, monkeypatch):
-    problem = make_drafted(5, "rejection", ranks=True, head=True, poisoned=False, sizes=(9, 3, 33), wanted=("top_p",))
-    expected = of_ranks(problem, ranks, THREE[:1] + [(33, 33)])
-    for rows in (1, 2, 5):
-        monkeypatch.setattr(cutoffs, "_AT_ONCE", {"cpu": 33 * rows})
-        assert not differences(of_ranks(problem, ranks, THREE[:1] + [(33, 33)]), expected)
-
-
-def test_how_many_messages():
-    """The number of messages depends on parameters and sizes alone, as docs/tensor_parallel.md says."""
-    ids = torch.zeros(4, 2).long()
-    places, rows = torch.arange(8).view(4, 2), torch.arange(12).view(4, 3)
-    drafted = DraftChains(ids, rows, places, None)
-    for params, room, messages in (
-        (DEFAULT_PARAMS, 4096, 3),
-        (DEFAULT_PARAMS, 12, 2 + 2 + 1),  # 2 * 12 words, 12 + 8, 8
-        (SamplingParams(top_k=20, top_p=0.9), 12 * 20, 4),
-        (SamplingParams(top_k=torch.ones(12, dtype=torch.int64)), 256 * 12, 3 + 4),
-    ):
-        assert run(flat(12, 200, params, drafted=drafted), [(0, 50), (50, 200)], room=room)[1] == messages, params
 
 
 # -- what ranks must agree on
@@ -514,12 +474,13 @@ def test_p2p_compares_what_its_kernels_do_not_know(monkeypatch):
     memory."""
     transport: Any = object.__new__(PeerToPeer)
     transport._device, transport._hashes = DEVICE, Hashes(16, DEVICE)
+    transport._table, transport._ranks = 0, 2
     swapped = []
 
-    def all_gather(words: Tensor, failed: Tensor, request: Tensor, step: SampleInputs) -> None:
-        assert torch.equal(words, request)
-        assert failed.tolist() == [0]
-        swapped.append(request.item())
+    def all_gather(words: Tensor, request: tuple[int, Tensor], step: SampleInputs) -> None:
+        assert request == (0, words)
+        assert step.params is DEFAULT_PARAMS
+        swapped.append(words.item())
 
     monkeypatch.setattr(transport, "_all_gather", all_gather)
     out, step = torch.tensor([4, 5, 6]), flat(3, 70, DEFAULT_PARAMS)
@@ -556,7 +517,7 @@ def test_nothing_is_read_on_the_host_and_all_is_on_the_device(given):
         params = SamplingParams(top_p=torch.ones(9, device=device), top_k=torch.arange(9, device=device))
         step = SampleInputs(states, weight, *rows, 1, 20, Shard(33, PACKED), params, drafted=drafted)
         stub: Any = Stub(hashes)
-        drawn = rejection.reject(Part(stub, stub, [(0, 33), (33, 53), (53, 70)], 1, 70), step)
+        drawn = filtered_sampling.draw(Part(stub, stub, [(0, 33), (33, 53), (53, 70)], 1, 70), step)
         assert drawn.ids.device == device
         assert drawn.ids.shape == (6,)
 
@@ -567,8 +528,12 @@ def test_a_failed_step_has_no_token(impl):
     """A failed step has no token, whatever words it receives."""
 
     class Failed(DryRun):
-        def all_gather(self, words: Tensor, step: SampleInputs, wanted: Tensor | None = None) -> Tensor:
-            return torch.randint(-(2**63), 2**63 - 1, (3, len(words)), generator=generator)
+        def gather_logits(self, logits: Tensor, *_: Any) -> Tensor:
+            bits = torch.randint(-(2**31), 2**31 - 1, (len(logits), 72), generator=generator, dtype=torch.int32)
+            return bits.view(torch.float32)[:, :70]
+
+        def gather_results(self, words: Tensor, *_: Any) -> Tensor:
+            return torch.randint(-(2**63), 2**63 - 1, words.shape, generator=generator)
 
         def end(self, error: BaseException | None = None) -> Tensor:  # type: ignore[override]
             return torch.tensor(True)
@@ -578,18 +543,18 @@ def test_a_failed_step_has_no_token(impl):
     drafted = DraftChains(ids, rows, torch.arange(6).view(3, 2), torch.rand(6, 70))
     for params in (DEFAULT_PARAMS, SamplingParams(top_p=0.5), SamplingParams(top_k=3)):
         step = flat(9, 70, params, drafted=drafted)
-        transport: Any = Failed(3, 4096)
+        transport: Any = Failed()
         states, weight = fit(impl, step.hidden_states), fit(impl, step.weight[:40])
         own = step._replace(hidden_states=states, weight=weight, vocab_size=40)
         backend = BACKENDS[impl]
         for _ in range(3 if impl == "streaming" else 1):
-            drawn = rejection.reject(Part(transport, backend, [(0, 40), (40, 60), (60, 70)], 0, 70), own)
+            drawn = filtered_sampling.draw(Part(transport, backend, [(0, 40), (40, 60), (60, 70)], 0, 70), own)
             assert drawn.ids.tolist() == [-1] * 3 + [0] * 3
 
 
 def test_ids_are_the_same_for_q_of_any_stride(ranks):
     """q may be a slice of a wider tensor, or have another layout."""
-    problem = make_drafted(12, "rejection", ranks=True, head=True, poisoned=False, sizes=(4, 3, 33), wanted=())
+    problem = make_drafted(12, "rejection", head=True, poisoned=False, sizes=(4, 3, 33), wanted=())
     assert problem.probs is not None
     expected = of_ranks(problem, ranks, [(0, 20), (20, 33)])
     wide = torch.cat([problem.probs, problem.probs], dim=2)[:, :, : problem.probs.shape[2]]

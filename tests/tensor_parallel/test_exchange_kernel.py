@@ -94,8 +94,6 @@ class Ranks:
             rank: DEFAULT_PARAMS if mask is None else SamplingParams(token_mask=mask) for rank, mask in masks.items()
         }
         steps = {rank: self.step(problem, rank, params=params[rank]) for rank in masks}
-        always = torch.ones(1, dtype=torch.int32, device=DEVICE)
-        failed = torch.zeros(self.size, 1, dtype=torch.int64, device=DEVICE)
         if not numbers:
             return self.run(steps)
         collectives = importlib.import_module("flashsampling.kernels.triton.sharded.collectives")
@@ -104,7 +102,7 @@ class Ranks:
         def compare(rank: int) -> None:
             if rank in hashes:
                 table, own = self.tables[rank].data_ptr(), hashes[rank]
-                collectives.all_gather(table, own, self.size, failed[rank], own, always, steps[rank])
+                collectives.all_gather(table, own, self.size, (0, own), steps[rank]._replace(params=DEFAULT_PARAMS))
 
         return self.run(steps, compare)
 
@@ -432,22 +430,25 @@ class Rounds(Ranks):
     """The same, whose ranks swap words."""
 
     def all_gather(
-        self, words: dict[int, Tensor], problem: Problem, requests: dict[int, int] | None = None, wanted: int = 1
+        self,
+        words: dict[int, Tensor],
+        problem: Problem,
+        requests: dict[int, int] | None = None,
+        params: dict[int, SamplingParams] | None = None,
     ) -> dict[int, tuple[Tensor, bool]]:
         """All ranks' words, (ranks, n), and whether the group has failed, by rank."""
         from flashsampling.kernels.triton.sharded import collectives
 
-        out, flag = {}, torch.tensor([wanted], dtype=torch.int32, device="cuda")
-        step = problem.step()
-        failed = {rank: torch.zeros(1, dtype=torch.int64, device="cuda") for rank in words}
+        out, step = {}, problem.step()
         hashes = {rank: torch.tensor([(requests or {}).get(rank, 12345 << 40)], device="cuda") for rank in words}
         torch.cuda.synchronize()
         for rank, local in words.items():
             with torch.cuda.stream(self.streams[rank]):
                 table = self.tables[rank].data_ptr()
-                out[rank] = collectives.all_gather(table, local, self.size, failed[rank], hashes[rank], flag, step)
+                own = step._replace(params=(params or {}).get(rank, DEFAULT_PARAMS))
+                out[rank] = collectives.all_gather(table, local, self.size, (0, hashes[rank]), own)
         torch.cuda.synchronize()
-        return {rank: (received, bool(failed[rank])) for rank, received in out.items()}
+        return {rank: (received, bool((received == -1).all())) for rank, received in out.items()}
 
 
 def some_words(ranks: int, count: int, seed: int = 0) -> dict[int, Tensor]:
@@ -481,20 +482,54 @@ def test_words_reach_all_ranks(loaded, size):
 
 
 @pytest.mark.gpu
-def test_words_that_nobody_wants_are_no_step(loaded):
-    """Between others, whose slots and numbers are as they were; also if not all ranks come to it at once, or ever."""
-    ranks, taken = Rounds("triton", 3, 5000), 0
-    for step, wanted in enumerate((1, 0, 0, 1, 0, 1, 1)):
-        words = some_words(3, 3000, seed=step)
-        if wanted == 0 and step > 1:
-            words.pop(step % 3)
-        out = ranks.all_gather(words, batch_shape(5), wanted=wanted)
-        assert not any(failed for _, failed in out.values())
-        if wanted:
-            assert all(torch.equal(received, torch.stack(list(words.values()))) for received, _ in out.values())
-        taken += wanted
-        ranks.assert_empty()
-        assert (ranks.tables[:, exchange_protocol.TABLE_STEPS] == taken).all()
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "joint_top_p", "repetition_penalty", "presence_penalty"])
+def test_a_rank_whose_row_has_another_number(loaded, name):
+    """A message with a word per row finds one row's number; a number and a tensor of it are the same."""
+    dtype = {"top_k": torch.int64, "joint_top_p": torch.int32}.get(name, torch.float32)
+    values = torch.ones(6, dtype=dtype, device="cuda")
+    other = values.clone()
+    other[4] += 1
+    for params, fails in (((1, values), False), ((values, other), True), ((1, other), True)):
+        ranks = Rounds("triton", 2, 5000)
+        own = {rank: DEFAULT_PARAMS._replace(**{name: value}) for rank, value in enumerate(params)}
+        for received, failed in ranks.all_gather(some_words(2, 6), batch_shape(6), params=own).values():
+            assert failed == fails
+            assert fails or torch.equal(received, torch.stack(list(some_words(2, 6).values())))
+
+
+LOGITS = [(2, 3, [0, 2100, 4200]), (3, 5, [0, 2048, 2052, 6000]), (4, 3, [0, 8, 16, 4001, 4001]), (2, 1, [0, 3, 7])]
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("size", "batch", "ends"), LOGITS)
+def test_logits_reach_their_rows_owners(size, batch, ends):
+    """Nothing else is written; a closed group writes nothing, and no more does a dry run."""
+    pytest.importorskip("triton")
+    from flashsampling.kernels.triton.sharded.collectives import push_logits
+
+    vocab, share = ends[-1], -(-batch // size)
+    stride, slots = -(-vocab // 4) * 4, exchange_protocol.shared_words(size, 16)
+    slots += slots % 2
+    shared = torch.zeros(size, slots + share * stride // 2, dtype=torch.int64, device=DEVICE)
+    logits, bias = torch.randn(batch, vocab, device=DEVICE), torch.randn(vocab, device=DEVICE)
+    addresses = [row.data_ptr() for row in shared]
+    for rank, (first, last) in enumerate(itertools.pairwise(ends)):
+        if first == last:
+            continue
+        table = torch.tensor(exchange_protocol.table_words(rank, 16, 10**9, 0, addresses), device=DEVICE)
+        own = torch.empty(batch, -(-(last - first) // 4) * 4, device=DEVICE)[:, : last - first]
+        own.copy_(logits[:, first:last])
+        place = (rank, size)
+        push_logits(table.data_ptr(), 8 * slots, own, bias[first:last].clone(), place, batch, first, stride)
+        push_logits(table.data_ptr(), 8 * slots, own * 0, None, place, 0, first, stride)
+        table[exchange_protocol.TABLE_RANKS] = 0
+        push_logits(table.data_ptr(), 8 * slots, own * 0, None, place, batch, first, stride)
+    synchronize()
+    assert not shared[:, :slots].any()
+    rows = shared[:, slots:].contiguous().view(torch.float32).view(size * share, stride)
+    assert torch.equal(rows[:batch, :vocab], logits + bias)
+    assert not rows[batch:].any()
+    assert not rows[:, vocab:].any()
 
 
 @pytest.mark.gpu
@@ -512,9 +547,8 @@ def test_a_rank_whose_request_differs(loaded, size, odd, count):
             words.pop(odd)
             from flashsampling.kernels.triton.sharded import collectives
 
-            failed = torch.zeros(1, dtype=torch.int64, device="cuda")
             request = torch.tensor([7 << 40], device="cuda")
-            always = torch.ones(1, dtype=torch.int32, device="cuda")
+            received = {}
             shard = problem.weight.clone()
             part = Shard(0, ranks.tables[odd].data_ptr())
             plain = problem.step(weight=shard, vocab_size=problem.vocab, shard=part)
@@ -523,12 +557,11 @@ def test_a_rank_whose_request_differs(loaded, size, odd, count):
                 tokens = importlib.import_module("flashsampling.kernels.triton").run(plain).ids
             for rank, local in words.items():
                 with torch.cuda.stream(ranks.streams[rank]):
-                    collectives.all_gather(
-                        ranks.tables[rank].data_ptr(), local, size, failed, request, always, problem.step()
-                    )
+                    table = ranks.tables[rank].data_ptr()
+                    received[rank] = collectives.all_gather(table, local, size, (0, request), problem.step())
             torch.cuda.synchronize()
             assert (tokens == -1).all()
-            assert failed.item() != 0
+            assert all((words_of_all == -1).all() for words_of_all in received.values())
         else:
             out = ranks.all_gather(some_words(size, count), problem, {odd: 5 << 40})
             assert all(failed for _, failed in out.values())

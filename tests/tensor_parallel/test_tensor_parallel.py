@@ -278,9 +278,8 @@ def test_what_ranks_must_have_alike(name, other):
         capabilities.check([_member("A"), _member("B", **{name: other})])
 
 
-@pytest.mark.parametrize(("rows", "draws", "room"), [(1, 1, 2048), (256, 1, 4096), (256, 20, 5120), (3000, 1, 48_000)])
-def test_a_message_has_room_for_all_that_crosses(rows, draws, room, monkeypatch):
-    """The winners of the largest batch, and some words of each of its rows, without which a search has no digit."""
+@pytest.mark.parametrize(("rows", "draws", "room"), [(1, 1, 1), (256, 1, 256), (256, 20, 5120)])
+def test_a_message_has_room_for_the_winners_of_the_largest_batch(rows, draws, room, monkeypatch):
     made = []
 
     class Made(Gloo):
@@ -300,11 +299,13 @@ def test_a_message_has_room_for_all_that_crosses(rows, draws, room, monkeypatch)
     assert made == [(rows, room)]
 
 
-def test_room_for_digits():
-    """8 bits of every row, in slots that fit."""
+def test_room_for_results_and_logits():
+    """64 words of every row, in slots that fit; a rank's share of the rows, up to 256 MiB."""
     assert [p2p.message_words(rows, ranks) for rows, ranks in ((1, 2), (256, 8), (1024, 2), (256, 72))] == [
-        *(256, 65536, 65536, 7281)
+        *(64, 16384, 65536, 7281)
     ]
+    sizes = ((1, 2, 128256), (255, 2, 128256), (4096, 2, 128256), (256, 8, 128256), (9, 2, 2**30))
+    assert [p2p.rows_of_buffer(*size) for size in sizes] == [1, 128, 523, 32, 1]
 
 
 @pytest.mark.parametrize("transport", [Gloo, Nccl])

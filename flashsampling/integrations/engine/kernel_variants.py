@@ -1,9 +1,8 @@
 """Calls that compile every kernel that an engine's batches may need.
 
-A parameter is a value at run time, whether a row has it or not, so a batch has no more than its rows need. On one GPU a
-call's kernels depend on whether it changes logits, filters tokens or returns log-probabilities. The Hopper kernel also
-sorts biases, of which there are two sizes. Over several ranks filters are collective rounds: a top-k that is one small
-number for all rows, a top-p alone, and any other filters have kernels of their own.
+A parameter is a value at run time, whether a row has it or not, so a batch has no more than its rows need. A call's
+kernels depend on whether it changes logits, filters tokens or returns log-probabilities. The Hopper kernel also sorts
+biases, of which there are two sizes.
 """
 
 from typing import Any
@@ -21,11 +20,9 @@ PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 Rows = dict[str, Tensor]  # sampling parameters of a batch, (B,) each, by name
 
 
-def example_calls(
-    rows: Rows, vocab_size: int, counts: Counted | None = None, sharded: bool = False
-) -> list[dict[str, Any]]:
+def example_calls(rows: Rows, vocab_size: int, counts: Counted | None = None) -> list[dict[str, Any]]:
     """Returns the arguments of calls, as ``warmup`` takes them. The last has everything. ``counts``: None in an engine
-    without penalties. ``sharded``: over several ranks."""
+    without penalties."""
     device, batch = rows["seed"].device, len(rows["seed"])
 
     def biases(count: int) -> dict[str, Any]:
@@ -37,10 +34,8 @@ def example_calls(
     if counts is not None:
         changes |= {"token_counts": counts, **{name: rows[name] for name in PENALTIES}}
     filters = {name: rows[name] for name in FILTERS}
-    top_p = {"top_p": rows["top_p"]}
-    of_ranks: list[dict[str, Any]] = [top_p, {"top_k": 1, **top_p}] if sharded else []
     everything = {**changes, **filters, "return_logprobs": True, "top_logprobs": 1}
-    return [{}, biases(FEW_BIASES), changes, filters, *of_ranks, everything]
+    return [{}, biases(FEW_BIASES), changes, filters, everything]
 
 
 def default_rows(batch: int, device: torch.device) -> Rows:

@@ -294,7 +294,7 @@ class FusedStep:
         if set(PENALTIES) <= set(self.row_names):
             slots = torch.zeros(batch, dtype=torch.int32, device=self.device)
             counts = self.read_counts(slots, rows | {"presence_penalty": rows["top_p"]})  # so that the kernel counts
-        calls: Any = example_calls(rows, vocab_size, counts, self.tp is not None)
+        calls: Any = example_calls(rows, vocab_size, counts)
         names = warmup_mixes(weight, [of_head | call for call in calls], max_batch_size=batch, **vocabulary)
         if hidden_states is not None:
             everything = of_head | vocabulary | calls[-1]

@@ -19,8 +19,6 @@ def counts_kernel(
     out_stride: tl.int64,
     seen,  # (B, m) uint8, of all tokens: 0 where none of 16 tokens has a count, of rows without a penalty everywhere
     seen_stride: tl.int64,
-    first_token,
-    skip,  # first_token % 16; an argument, or Triton would not see that four counts lie at 16 bytes
     count,  # n
     BLOCK: tl.constexpr,  # a multiple of 16
 ):
@@ -30,17 +28,16 @@ def counts_kernel(
     penalised = tl.load(repetition + row) != 1.0
     penalised |= tl.load(frequency + row) != 0.0
     penalised |= tl.load(presence + row) != 0.0
-    first_column = tl.program_id(1) * BLOCK - skip
-    group = (first_token + first_column) // 16 + tl.arange(0, BLOCK // 16)
+    first_token = tl.program_id(1) * BLOCK
+    group = first_token // 16 + tl.arange(0, BLOCK // 16)
     some = tl.zeros((BLOCK // 16,), tl.uint8)
     if penalised:
         slot = tl.load(slots + row).to(tl.int64)
-        column = first_column + tl.arange(0, BLOCK)
-        live = (column >= 0) & (column < count)
-        token = first_token + column
+        token = first_token + tl.arange(0, BLOCK)
+        live = token < count
         counts = tl.load(output_counts + slot * output_stride + token, mask=live, other=0)
         word = tl.load(prompt_mask + slot * prompt_stride + (token >> 5), mask=live, other=0)
         counts |= ((word >> (token & 31)) & 1) << 31
-        tl.store(out + row * out_stride + column, counts, mask=live)
+        tl.store(out + row * out_stride + token, counts, mask=live)
         some = tl.max((tl.reshape(counts, (BLOCK // 16, 16)) != 0).to(tl.int32), axis=1).to(tl.uint8)
-    tl.store(seen + row * seen_stride + group, some, mask=group * 16 < first_token + count)
+    tl.store(seen + row * seen_stride + group, some, mask=group * 16 < count)

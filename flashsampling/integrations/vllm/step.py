@@ -8,7 +8,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...tensor_parallel.cutoffs import FEW
 from ...token_counts import IN_PROMPT, Counted, num_token_groups
 from ..engine.graphs import Graphs
 from ..engine.head import Head
@@ -46,7 +45,6 @@ class VllmStep(FusedStep):
     ) -> None:
         super().__init__(head, device, tp, most_drafts, graphs)
         self.sampler, self.state = sampler, state
-        self.tokens = None if tp is None else (tp.first_token, tp.last_token)  # of this rank
         self._masks: Tensor | None = None  # (slots, words), all bits set where a request has none
         self._masked = np.zeros(len(state.reasons), bool)
 
@@ -82,15 +80,13 @@ class VllmStep(FusedStep):
         return needs, top, unpack_rows(packed, len(requests), self.row_names)
 
     def read_filters(self, requests: NDArray[np.int32], rows: Rows) -> dict[str, Any]:
-        """Returns the filters that any row has. A greedy row's token is the same with all of them. A top-k that all
-        rows share is one collective round, as a number."""
+        """Returns the filters that any row has. A greedy row's token is the same with all of them."""
         states = self.sampler.sampling_states
         drawn = requests[states.temperature.np[requests] > 0.0]
         top_k: NDArray[np.int32] = states.top_k.np[drawn]  # the size of the vocabulary where there is none
         filters: dict[str, Any] = {}
         if (top_k < self.head.vocab_size).any():
-            is_shared = top_k[0] <= FEW and (top_k == top_k[0]).all()
-            filters["top_k"] = int(top_k[0]) if is_shared else rows["top_k"]
+            filters["top_k"] = rows["top_k"]
         if (states.top_p.np[drawn] < 1.0).any():
             filters["top_p"] = rows["top_p"]
         if (states.min_p.np[drawn] > 0.0).any():
@@ -138,34 +134,26 @@ class VllmStep(FusedStep):
 
     def read_counts(self, slots: Tensor, rows: Rows) -> Counted:
         """Returns token counts of slots (``read_counts``)."""
-        return read_counts(self.sampler.penalties_state, slots, rows, self.head.vocab_size, self.tokens)
+        return read_counts(self.sampler.penalties_state, slots, rows, self.head.vocab_size)
 
 
-def read_counts(
-    penalties: Any, slots: Tensor, rows: Rows, vocab_size: int, tokens: tuple[int, int] | None = None
-) -> Counted:
+def read_counts(penalties: Any, slots: Tensor, rows: Rows, vocab_size: int) -> Counted:
     """Returns (B, V) int32 as ``token_counts`` is, of slots (B,) int32 on the device. vLLM keeps counts of the output
-    and bits of the prompt by slot. Counts of rows without a penalty may be anything: they change nothing. ``tokens``:
-    [first, last), a shard's: only these columns are written, since each rank reads its own. None: all columns."""
-    first, last = tokens or (0, vocab_size)
-    batch, count, device = len(slots), last - first, slots.device
+    and bits of the prompt by slot. Counts of rows without a penalty may be anything: they change nothing."""
+    batch, device = len(slots), slots.device
     output_counts, prompt_mask = penalties.output_bin_counts, penalties.prompt_bin_mask
     stride = -(-vocab_size // 4) * 4
     counts = torch.empty((batch, stride), dtype=torch.int32, device=device)[:, :vocab_size]
-    columns = counts[:, first:last]
     if device.type != "cuda":
         shifts = torch.arange(32, dtype=torch.int32)
-        in_prompt = (prompt_mask[slots][:, :, None] >> shifts & 1).flatten(1)[:, first:last].bool()
-        columns.copy_(output_counts[slots][:, first:last] | torch.where(in_prompt, IN_PROMPT, 0).to(torch.int32))
+        in_prompt = (prompt_mask[slots][:, :, None] >> shifts & 1).flatten(1)[:, :vocab_size].bool()
+        counts.copy_(output_counts[slots][:, :vocab_size] | torch.where(in_prompt, IN_PROMPT, 0).to(torch.int32))
         return Counted(counts, None)
     from .kernels import counts_kernel
 
     seen = torch.empty((batch, num_token_groups(vocab_size)), dtype=torch.uint8, device=device)
-    if count:
-        skip = first % 16
-        state = output_counts, output_counts.stride(0), prompt_mask, prompt_mask.stride(0)
-        out = columns, stride, seen, seen.stride(0)
-        grid = batch, -(-(count + skip) // _BLOCK)
-        values = [rows[name] for name in PENALTIES]
-        counts_kernel[grid](*state, slots, *values, *out, first, skip, count, BLOCK=_BLOCK)
+    state = output_counts, output_counts.stride(0), prompt_mask, prompt_mask.stride(0)
+    out = counts, stride, seen, seen.stride(0)
+    values = [rows[name] for name in PENALTIES]
+    counts_kernel[batch, -(-vocab_size // _BLOCK)](*state, slots, *values, *out, vocab_size, BLOCK=_BLOCK)
     return Counted(counts, seen)

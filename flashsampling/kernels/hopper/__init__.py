@@ -6,7 +6,7 @@ parameters, ``dispatch`` all others.
 """
 
 from .config import choose_config, compiled_for, unsupported
-from .dispatch import compiling, recorded, runs_on_shard, shard_logits, shard_winners
+from .dispatch import compiling, recorded, runs_on_shard, shard_logits
 from .launch import run
 
 __all__ = [
@@ -17,6 +17,5 @@ __all__ = [
     "run",
     "runs_on_shard",
     "shard_logits",
-    "shard_winners",
     "unsupported",
 ]

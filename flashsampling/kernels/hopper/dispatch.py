@@ -14,8 +14,8 @@ logits (``Features.logits``), and ``kernels.triton`` draws from them. Launches o
     filters                                             logits of a token, raw and transformed
     drafts for rejection (``recorded``)                 two, or three with transforms; records stay for the next stage
     a shard's step that takes one launch                one (``runs_on_shard``)
-    a shard's step with more                            the kernel only stores logits, transformed where one of a
-                                                        token suffices, then ``kernels.triton.sharded.shard_logits``
+    a shard's step with more                            the kernel only stores logits, from which
+                                                        ``tensor_parallel.filtered_sampling`` draws
 """
 
 import functools
@@ -41,12 +41,6 @@ def _filtered_module() -> ModuleType:
     """Imports the filtered kernels at the first use, and by name: ``cache`` must not take the Hopper kernel to depend
     on them."""
     return importlib.import_module("..triton.filtered.dispatch", __package__)
-
-
-@functools.cache
-def _sharded_module() -> ModuleType:
-    """Imports the sharded kernels at the first use, and by name."""
-    return importlib.import_module("..triton.sharded.shard_logits", __package__)
 
 
 @functools.cache
@@ -221,17 +215,10 @@ def recorded(step: SampleInputs) -> FilteredLogits:
     return FilteredLogits(drawn.ids, logits, *records)
 
 
-def shard_logits(step: SampleInputs) -> tuple[Tensor, Tensor]:
-    """Computes a shard's raw and transformed logits (``backends``)."""
-    at_once = _makes_all_logits(step.params)
-    transforms, _held = transform_arguments(step.params, step.vocab_size) if at_once else (NO_TRANSFORMS, ())
-    logits, _, _ = run_with_logits(step._replace(shard=WHOLE), 0, None, transforms=transforms)
-    return (logits, logits) if at_once else _sharded_module().processed(step, logits)
-
-
-def shard_winners(step: SampleInputs, processed: Tensor, limit: Tensor, known: Tensor | None = None) -> Tensor:
-    """Draws a shard's winners from transformed logits (``backends``)."""
-    return _sharded_module().shard_winners(step, processed, limit, known)  # type: ignore[no-any-return]
+def shard_logits(step: SampleInputs) -> Tensor:
+    """Computes a shard's logits (``backends``)."""
+    logits, _, _ = run_with_logits(step._replace(shard=WHOLE), 0, None)
+    return logits
 
 
 def run_with_logits(

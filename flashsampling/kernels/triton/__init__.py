@@ -3,15 +3,14 @@
 ``backend`` chooses the launches of a step. ``fused.launch`` launches ``fused.kernel``, which is built from
 ``fused.row_params``, ``fused.tiles``, ``fused.noise``, ``fused.packed_argmax`` and ``fused.exact_pass``.
 ``fused.logits_gemm`` computes the same tiles and writes the logits to memory; ``filtered`` draws from logits in memory.
-``speculative`` verifies chains of drafts. ``sharded.shard_logits`` draws from the logits of the shards of several
-ranks. ``fused.config`` holds the tile shapes and the supported problems. ``jit`` is the decorator of every Triton
+``speculative`` verifies chains of drafts. ``sharded`` exchanges winners, logits and results between ranks.
+``fused.config`` holds the tile shapes and the supported problems. ``jit`` is the decorator of every Triton
 function of this package.
 """
 
-from .backend import recorded, run, unsupported
+from .backend import recorded, run, shard_logits, unsupported
 from .fused.config import choose_config, compiled_for
 from .jit import compiling
-from .sharded.shard_logits import shard_logits, shard_winners
 
 __all__ = [
     "choose_config",
@@ -20,6 +19,5 @@ __all__ = [
     "recorded",
     "run",
     "shard_logits",
-    "shard_winners",
     "unsupported",
 ]

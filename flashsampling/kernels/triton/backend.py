@@ -6,6 +6,8 @@ anything else           ``fused.logits_gemm`` writes (B, V) float32 logits, from
                         ``recorded`` does so with any parameters
 """
 
+from torch import Tensor
+
 from ...exchange_protocol import WHOLE
 from ...inputs import SampleInputs
 from ...outputs import FilteredLogits, SampleResult
@@ -40,6 +42,11 @@ def recorded(step: SampleInputs) -> FilteredLogits:
     records = dispatch.empty_records(len(step.logits), step.logits.device)
     drawn, logits = dispatch.run_with_processed(step, records=records)
     return FilteredLogits(drawn.ids, logits, *records)
+
+
+def shard_logits(step: SampleInputs) -> Tensor:
+    """Computes a shard's logits, as ``backends`` specifies: one launch."""
+    return logits_gemm(step.hidden_states, step.weight, step.vocab_size)
 
 
 def _with_logits(step: SampleInputs) -> SampleInputs:

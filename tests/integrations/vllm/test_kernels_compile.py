@@ -18,7 +18,7 @@ vocab = 151936
 counts, mask = torch.zeros(3, vocab, dtype=torch.int32), torch.zeros(3, vocab // 32, dtype=torch.int32)
 ones, slots = torch.ones(2), torch.zeros(2, dtype=torch.int32)
 seen = torch.zeros(3, 8 * 1187, dtype=torch.uint8)
-whole = counts, counts.stride(0), seen, seen.stride(0), 0, 0, vocab
+whole = counts, counts.stride(0), seen, seen.stride(0), vocab
 counts_kernel[(2, 38)](counts, counts.stride(0), mask, mask.stride(0), slots, ones, ones, ones, *whole, BLOCK=4096)
 ids, undefined = torch.zeros(5, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 sanitize_kernel[(1,)](ids, ids.clone(), ids.int(), undefined, 5, BLOCK=256)

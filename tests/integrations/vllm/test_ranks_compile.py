@@ -26,13 +26,12 @@ from flashsampling.backends import BACKENDS
 from flashsampling.tensor_parallel.message import Hashes
 from flashsampling.tensor_parallel.filtered_sampling import Part, draw
 from flashsampling.exchange_protocol import PACKED, Shard
-from flashsampling.kernels.triton.sharded.param_hash import of_request
+from flashsampling.tensor_parallel.p2p import PeerToPeer
 from flashsampling.param_parsers import BatchShape
 from flashsampling.sampling_params import parse_sampling_params
 from flashsampling.inputs import SampleInputs
 from flashsampling.outputs import SampleResult
 from flashsampling.sampling_params import DEFAULT_PARAMS
-from flashsampling.warmup import _with_kernel_variants
 from flashsampling.integrations.vllm.step import VllmStep
 from tests.integrations.vllm import fakes as vllm_fakes, test_step as test_vllm
 from tests.integrations.vllm.fakes import SamplingParams
@@ -43,17 +42,11 @@ weight = torch.nn.Parameter(torch.zeros(V, DIM, dtype=torch.bfloat16), requires_
 hashes = Hashes(64, torch.device("cpu"))
 
 
-class Nobody:
-    room, skips = 1 << 14, True
-
-    def begin(self, step):
-        of_request(hashes, step)
-
-    def all_gather(self, words, step, wanted=None):
-        return words.expand(len(RANGES), -1).contiguous()
-
-    def end(self, error=None):
-        return None
+class Nobody(PeerToPeer):
+    def __init__(self):
+        self._hashes, self._table, self._buffer_at, self._row_stride = hashes, 1 << 40, 1 << 20, -(-V // 4) * 4
+        self._rank, self._ranks, self.room, self.rows_at_once, self._failed = RANK, len(RANGES), 1 << 14, 64, None
+        self._buffer, self._vocab_size = torch.zeros(32, self._row_stride), V
 
 
 class Group:
@@ -100,8 +93,7 @@ def warm_up(weight, requests, *, max_batch_size, tp):
     some = [params for params in some if params is not DEFAULT_PARAMS]
     for params, batch in itertools.product(some, (1, max_batch_size)):
         states, zeros = torch.zeros(batch, DIM, dtype=weight.dtype), torch.zeros(batch, dtype=torch.int64)
-        for step in _with_kernel_variants(step_of(states, params.rows(0, batch), torch.ones(batch), zeros, zeros), tp):
-            drawn(step)
+        drawn(step_of(states, params.rows(0, batch), torch.ones(batch), zeros, zeros))
     return []
 
 
@@ -164,7 +156,7 @@ def test_nothing_compiles_while_it_serves(impl, entries, tmp_path):
         pytest.importorskip("cutlass")
     printed = output_of(COMPILE, impl, cache=tmp_path)
     warm, calls, compiled, _ = printed.split("\n")
-    kernels = {"few_kernel", "histogram_kernel", "least_kernel", "hash_kernel", "words_kernel", "block_stats_kernel"}
+    kernels = {"push_kernel", "all_gather_kernel", "filtered_sample_kernel", "hash_kernel", "block_stats_kernel"}
     assert kernels | entries <= set(warm.split())
     assert int(calls) > 300
     assert compiled == ""

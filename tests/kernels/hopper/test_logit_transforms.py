@@ -16,7 +16,8 @@ from flashsampling.exchange_protocol import Shard
 from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.hopper import config, launch
 from flashsampling.kernels.hopper import dispatch as module
-from flashsampling.kernels.triton.sharded import shard_logits
+from flashsampling.kernels.triton.filtered import dispatch as filtered
+from flashsampling.kernels.triton.filtered.block_stats_kernel import StatsOutputs
 from flashsampling.outputs import SampleResult
 from flashsampling.reference import logit_transforms
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
@@ -32,17 +33,28 @@ pytestmark = NEEDS_CUTE
 INF, NAN = math.inf, math.nan
 
 
+def by_block_stats(step: SampleInputs) -> torch.Tensor:
+    """Processed logits of stored ones, by the block-statistics kernel alone."""
+    assert step.logits is not None
+    stride = -(-step.vocab_size // 4) * 4
+    out = torch.empty((len(step.logits), stride), device=step.logits.device)
+    transforms, _held = filtered.request_transforms(step.params)
+    outputs = StatsOutputs(0, out.data_ptr(), stride, 0, 0, 0, 0, 0)
+    filtered.block_stats(step, step.logits, filtered.head_transform(step.params), transforms, outputs)
+    return out[:, : step.vocab_size]
+
+
 def by_triton(logits_gemm: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Processed logits as Triton's kernels make them; of a sparse bias, of whose rows its interpreter takes long, the
     first rows, the last ones and some between, the others the oracle's."""
     batch, vocab = logits_gemm.shape
     step = SampleInputs(logits_gemm, logits_gemm, 1.0, 0, 0, 1, vocab, params=params, logits=logits_gemm)
     if ON_GPU or params.bias_ids is None or batch <= 16:
-        return shard_logits.processed(step, logits_gemm)[1]
+        return by_block_stats(step)
     made = logit_transforms.processed(logit_transforms.raw(logits_gemm, params), params)
     for first in (0, batch // 2, batch - 5):
         some = step.part(first, first + 5)
-        made[first : first + 5] = shard_logits.processed(some._replace(weight=some.logits), some.logits)[1]
+        made[first : first + 5] = by_block_stats(some._replace(weight=some.logits))
     return made
 
 

@@ -20,10 +20,7 @@ from flashsampling.kernels.triton.filtered.block_stats_kernel import StatsOutput
 from flashsampling.kernels.triton.filtered.draw import Draws
 from flashsampling.kernels.triton.jit import jit
 from flashsampling.kernels.triton.sharded.collectives import row_of_word
-from flashsampling.kernels.triton.sharded.cutoff_kernels import radix_pass_kernel
-from flashsampling.kernels.triton.sharded.output_kernels import ranks_kernel
 from flashsampling.kernels.triton.token_counts import count
-from flashsampling.reference import logit_transforms
 from flashsampling.sampling_params import SamplingParams
 from tests.kernels.triton.test_filtered import SMALL, make_step, with_logits
 
@@ -93,37 +90,6 @@ def test_ids_far_apart():
     ids[0], ids[2**30], ids[2**31] = 3, 5, 7
     count(counts, seen, ids.as_strided((1, 3), (3, 2**30), ids.storage_offset()), None, 16)
     assert counts.tolist() == [[0, 0, 0, 1, 0, 1, 0, 1]]
-
-
-def test_amounts_of_many_rows():
-    """Of the last digit of a search, 256 of which 2**23 rows have on each of two ranks."""
-    theirs = address_space(2**31 + 256)
-    theirs[3], theirs[2**31 + 3] = 1, 5  # tokens with the key that is the third below the highest
-    top = torch.ones(1)
-    key = int(logit_transforms.keys_of(top)) - 3
-    logits = torch.zeros(1, 20)
-    logits[0, [2, 4, 9, 11, 12]] = float(logit_transforms.values_of(torch.tensor(key)))
-    state, limit = torch.tensor([[0, 4, 8]]), torch.full((1,), logit_transforms.LOWEST)
-    one, none = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    radix_pass_kernel[(1,)](
-        one, none, theirs, state, limit, logits, 20, 20, top, top, 100, 1 << 40, 8, 2**23, 2, 1, 1, 0, MASSES=False,
-        BINS=256, TILE=32,
-    )  # fmt: skip
-    # four are wanted, the first is another rank's
-    assert limit.tolist() == logit_transforms.places_of(torch.tensor([key]), torch.tensor([109])).tolist()
-
-
-def test_ranks_of_many_tokens(monkeypatch):
-    """The last program, as if those before it had run."""
-    tokens = 2**31 + 3
-    theirs, ids, out = address_space(2 * tokens), address_space(tokens), address_space(tokens)
-    theirs[2**31 : tokens] = torch.tensor([1, 2, 3])
-    theirs[tokens + 2**31 :] = torch.tensor([10, 20, 30])
-    ids[2**31 + 1] = -1
-    builder: Any = triton.runtime.interpreter.interpreter_builder
-    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: setattr(builder, "grid_idx", (2**24 + x, y, z)))
-    ranks_kernel[(1,)](theirs, ids, out, tokens, 2, BLOCK=128)
-    assert out[2**31 :].tolist() == [12, -1, 34]
 
 
 @jit

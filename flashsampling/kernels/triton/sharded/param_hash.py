@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....inputs import SampleInputs
+from ....sampling_params import DEFAULT_PARAMS, ROW_FIELDS
 from ..jit import jit
 
 if TYPE_CHECKING:
@@ -66,13 +67,30 @@ def of_request(hashes: "Hashes", step: SampleInputs) -> Tensor:
     """Returns the hash of a step's parameters, (1,) int64."""
     if step.drafted is not None:
         return hashes.of_request(step)[None]
+    known, out = _hashed(hashes, step)
+    return torch.full((1,), known, dtype=torch.int64, device=hashes.factors.device) if out is None else out
+
+
+def besides_rows(hashes: "Hashes", step: SampleInputs) -> tuple[int, Tensor | None]:
+    """Hashes all but the numbers of rows (``ROW_FIELDS``). Returns the host's part, and (1,) int64 to be added."""
+    if step.drafted is not None:
+        return 0, hashes.of_request(step)[None]
+    defaults = {name: getattr(DEFAULT_PARAMS, name) for name in ROW_FIELDS}
+    return _hashed(hashes, step._replace(params=step.params._replace(**defaults)))
+
+
+def _hashed(hashes: "Hashes", step: SampleInputs) -> tuple[int, Tensor | None]:
+    """Returns the hash: of the host alone, or 0 and the hash, (1,) int64."""
     known, tensors = 0, []
     for field, word, value in hashes.params(step):
         factor = hashes.of_fields[field]
         known += word * factor
         if value is not None:
             tensors.append((value, factor))
-    out = torch.full((1,), (known + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=hashes.factors.device)
+    known = (known + 2**63) % 2**64 - 2**63
+    if not tensors and step.draft_hash is None:
+        return known, None
+    out = torch.full((1,), known, dtype=torch.int64, device=hashes.factors.device)
     for value, factor in tensors:
         if value.stride(-1) != 1:  # of one element too, which else is no two halves
             value = value.clone(memory_format=torch.contiguous_format)
@@ -91,4 +109,4 @@ def of_request(hashes: "Hashes", step: SampleInputs) -> Tensor:
             COLUMNS=hashes.columns if value.dim() == 2 else 0,
             num_warps=_WARPS,
         )
-    return out if step.draft_hash is None else out + step.draft_hash * hashes.of_draft_hash
+    return 0, out if step.draft_hash is None else out + step.draft_hash * hashes.of_draft_hash

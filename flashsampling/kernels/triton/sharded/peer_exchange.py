@@ -47,6 +47,12 @@ def _word(table, index):
 
 
 @jit
+def shared_address(table, owner, offset):
+    """Returns the address ``offset`` bytes behind the beginning of ``owner``'s memory."""
+    return _word(table, _SHARED + owner) + offset
+
+
+@jit
 def _slots(table, owner, rank, launches, index):
     """Returns pointers to the slots in ``owner``'s memory that ``rank`` fills."""
     buffer = (launches % 2) * _word(table, _RANKS) + rank
@@ -94,6 +100,12 @@ def active_ranks(table):
 
 
 @jit
+def is_closed(table):
+    """Returns whether the group is closed: memory of other ranks is then touched no more."""
+    return _word(table, _RANKS) == 0
+
+
+@jit
 def steps_taken(table):
     """Returns the launches of the group before this one, and the number of this step."""
     launches = _word(table, _STEPS)
@@ -101,7 +113,7 @@ def steps_taken(table):
 
 
 @jit
-def _mix(a, b):
+def mix(a, b):
     """Hashes two words."""
     h = (a ^ _START) * tl.full((), _FIRST, tl.uint32)
     h = (h ^ (h >> 15) ^ b) * tl.full((), _SECOND, tl.uint32)
@@ -112,17 +124,17 @@ def _mix(a, b):
 @jit
 def details_and_tags(number, batch, num_samples, temperature, seed_lo, seed_hi, offset_lo, offset_hi):
     """Returns details and both tags of rows in step ``number``, int64, (N,) each."""
-    shape = _mix(tl.full(temperature.shape, batch, tl.uint32), tl.full(temperature.shape, num_samples, tl.uint32))
-    seed = _mix(seed_lo, seed_hi)
-    offset = _mix(offset_lo, offset_hi)
+    shape = mix(tl.full(temperature.shape, batch, tl.uint32), tl.full(temperature.shape, num_samples, tl.uint32))
+    seed = mix(seed_lo, seed_hi)
+    offset = mix(offset_lo, offset_hi)
     bits = (temperature + 0.0).to(tl.uint32, bitcast=True)  # -0.0 is 0.0
-    heat = _mix(bits, tl.zeros(temperature.shape, tl.uint32))
+    heat = mix(bits, tl.zeros(temperature.shape, tl.uint32))
     step = tl.full(temperature.shape, number & _LOW, tl.uint32)
     param_hash = (shape >> 16).to(tl.int64) << 48 | (seed >> 16).to(tl.int64) << 32
     param_hash |= (offset >> 16).to(tl.int64) << 16 | (heat >> 16).to(tl.int64)
-    some = _mix(shape ^ seed, offset ^ heat) >> 16
+    some = mix(shape ^ seed, offset ^ heat) >> 16
     tag0 = some.to(tl.int64) | (step & ((1 << _STEP_BITS) - 1)).to(tl.int64) << 16 | 1 << 31
-    tag1 = _mix(_mix(_mix(shape, seed), _mix(offset, heat)), step) | 1
+    tag1 = mix(mix(mix(shape, seed), mix(offset, heat)), step) | 1
     return param_hash, tag0, tag1.to(tl.int64)
 
 
@@ -320,7 +332,7 @@ def of_request(tag0, tag1, request):
     """Returns the tags of a step with sampling parameters; ``request``: their hash, int64. Such tags differ from those
     of a step without, but for a collision, and the details do not: no field of these is then blamed."""
     some = (request >> 32).to(tl.uint32)
-    tag1 = _mix(tag1.to(tl.uint32), tl.zeros(tag1.shape, tl.uint32) + _mix(request.to(tl.uint32), some)) | 1
+    tag1 = mix(tag1.to(tl.uint32), tl.zeros(tag1.shape, tl.uint32) + mix(request.to(tl.uint32), some)) | 1
     return tag0 ^ ((some >> 16) | 1).to(tl.int64), tag1.to(tl.int64)
 
 

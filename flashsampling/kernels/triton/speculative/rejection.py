@@ -73,6 +73,30 @@ def _locate_draft(bounds, request, node, n, total, batch):
     return row, tl.maximum(tl.minimum(first + node, total - 1), 0), there
 
 
+@jit
+def _coin_and_probabilities(
+    logits, logits_stride, rows, limits, masses, draft_probs, probs_stride, row, place, token, holds
+):
+    """Returns a row's coin, and q and p of the draft after it, any where there is none."""
+    token = tl.where(holds, token, 0).to(tl.int32)
+    x = tl.load(logits + row * logits_stride + token).to(tl.float32)
+    first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
+    scale = mass_scale(load_f32(rows.temperature_at, rows.temperature, row))
+    p = _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token)
+    q = tl.full((), 1.0, tl.float32)
+    if draft_probs is not None:
+        q = _draft_probability(draft_probs, probs_stride, place, token, holds)
+    seed = load_i64(rows.seed_at, rows.seed, row)
+    offset = load_i64(rows.offset_at, rows.offset, row)
+    word, _, _, _ = philox_words(
+        tl.zeros((1,), tl.uint32), tl.full((1,), _COIN, tl.uint32), offset.to(tl.uint32), (offset >> 32).to(tl.uint32),
+        seed.to(tl.uint32), (seed >> 32).to(tl.uint32),
+    )  # fmt: skip
+    coin = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    coin = tl.max(coin, axis=0)
+    return coin, q, p
+
+
 @jit(
     structs={"rows": Rows},
     do_not_specialize=["vocab_size", "total", "batch", "n"],
@@ -100,22 +124,9 @@ def accept_kernel(
     row, place, there = _locate_draft(bounds, request, node, n, total, batch)
     token = tl.load(drafts + place, mask=there, other=-1)
     holds = there & (token >= 0) & (token < vocab_size)
-    token = tl.where(holds, token, 0).to(tl.int32)
-    x = tl.load(logits + row * logits_stride + token).to(tl.float32)
-    first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
-    scale = mass_scale(load_f32(rows.temperature_at, rows.temperature, row))
-    p = _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token)
-    q = tl.full((), 1.0, tl.float32)
-    if draft_probs is not None:
-        q = _draft_probability(draft_probs, probs_stride, place, token, holds)
-    seed = load_i64(rows.seed_at, rows.seed, row)
-    offset = load_i64(rows.offset_at, rows.offset, row)
-    word, _, _, _ = philox_words(
-        tl.zeros((1,), tl.uint32), tl.full((1,), _COIN, tl.uint32), offset.to(tl.uint32), (offset >> 32).to(tl.uint32),
-        seed.to(tl.uint32), (seed >> 32).to(tl.uint32),
-    )  # fmt: skip
-    coin = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
-    coin = tl.max(coin, axis=0)
+    coin, q, p = _coin_and_probabilities(
+        logits, logits_stride, rows, limits, masses, draft_probs, probs_stride, row, place, token, holds
+    )
     tl.store(accepted + request * n + node, (holds & (coin * q.to(tl.float64) < p.to(tl.float64))).to(tl.int32))
 
 
@@ -125,6 +136,56 @@ def _count_accepted(accepted, request, n, NODES: tl.constexpr):
     node = tl.arange(0, NODES)
     bits = tl.load(accepted + request * n + node, mask=node < n, other=0)
     return tl.min(tl.where(bits != 0, NODES, node), axis=0).to(tl.int64)
+
+
+@jit
+def _best_of_block(
+    logits, logits_stride, vocab_size, rows, limits, masses, draft_probs, probs_stride, row, place, refused, block,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Returns the best keys of a block of a row's tokens: of max(p - q, 0), and of p."""
+    BLOCK: tl.constexpr = 4 * GROUPS
+    first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
+    scale = mass_scale(load_f32(rows.temperature_at, rows.temperature, row))
+    seed = load_i64(rows.seed_at, rows.seed, row)
+    offset = load_i64(rows.offset_at, rows.offset, row)
+    key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
+    first = block * BLOCK
+    column = column_tokens(GROUPS)
+    ids = ()
+    live = ()
+    processed = ()
+    for lane in tl.static_range(4):
+        token = first + (lane & 1) * 8 + (lane // 2) * 64 + column
+        inside = token < vocab_size
+        x = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf"))
+        ids = ids + (token,)
+        live = live + (inside,)
+        processed = processed + (x.to(tl.float32),)
+    group = (first // 4 + tl.arange(0, GROUPS)).to(tl.uint32)
+    draw = tl.full((GROUPS,), _RECOVERY, tl.uint32)
+    words = philox_words(group, draw, offset_lo, offset_hi, key_lo, key_hi)
+    tail0, tail1, tail2, tail3 = words  # unused where no word is 0
+    is_zero = (words[0] == 0) | (words[1] == 0) | (words[2] == 0) | (words[3] == 0)
+    if tl.max(is_zero.to(tl.int32), axis=0) != 0:
+        tail0, tail1, tail2, tail3 = philox_words(group, draw | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi)
+    tails = (tail0, tail1, tail2, tail3)
+    best = tl.zeros((GROUPS,), tl.int64)
+    best_of_all = tl.zeros((GROUPS,), tl.int64)
+    for lane in tl.static_range(4):
+        token = ids[lane]
+        p = _probability(processed[lane], token, top, scale, first_kept, least_mass, kept_mass, only_token)
+        if draft_probs is None:
+            left = tl.where(token == refused, 0.0, p)
+        else:
+            left = p - _draft_probability(draft_probs, probs_stride, place, token, live[lane])
+        noise = minus_gumbel_refined(words[lane], tails[lane])
+        is_left = live[lane] & ((left > 0.0) | (left != left))
+        best = tl.maximum(best, tl.where(is_left, pack_key(tl.log2(left) - noise, token), 0))
+        has = live[lane] & ((p > 0.0) | (p != p))
+        best_of_all = tl.maximum(best_of_all, tl.where(has, pack_key(tl.log2(p) - noise, token), 0))
+    return tl.max(best, axis=0), tl.max(best_of_all, axis=0)
 
 
 @jit(
@@ -162,58 +223,28 @@ def recover_kernel(
     GROUPS: tl.constexpr,  # Philox groups of a block
 ):
     """Draws from max(p - q, 0), and from p, at a request's first rejected draft. Grid: (B * blocks,)."""
-    BLOCK: tl.constexpr = 4 * GROUPS
     request = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     node = _count_accepted(accepted, request, n, NODES)
     row, place, there = _locate_draft(bounds, request, node, n, total, batch)
     refused = tl.load(drafts + place, mask=there, other=-1)
     if (refused >= 0) & (refused < vocab_size):  # else no draft was rejected, and the token is drawn
-        first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
-        scale = mass_scale(load_f32(rows.temperature_at, rows.temperature, row))
-        seed = load_i64(rows.seed_at, rows.seed, row)
-        offset = load_i64(rows.offset_at, rows.offset, row)
-        key_lo, key_hi = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-        offset_lo, offset_hi = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
-        first = block * BLOCK
-        column = column_tokens(GROUPS)
-        ids = ()
-        live = ()
-        processed = ()
-        for lane in tl.static_range(4):
-            token = first + (lane & 1) * 8 + (lane // 2) * 64 + column
-            inside = token < vocab_size
-            x = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf"))
-            ids = ids + (token,)
-            live = live + (inside,)
-            processed = processed + (x.to(tl.float32),)
-        group = (first // 4 + tl.arange(0, GROUPS)).to(tl.uint32)
-        draw = tl.full((GROUPS,), _RECOVERY, tl.uint32)
-        words = philox_words(group, draw, offset_lo, offset_hi, key_lo, key_hi)
-        tail0, tail1, tail2, tail3 = words  # unused where no word is 0
-        is_zero = (words[0] == 0) | (words[1] == 0) | (words[2] == 0) | (words[3] == 0)
-        if tl.max(is_zero.to(tl.int32), axis=0) != 0:
-            tail0, tail1, tail2, tail3 = philox_words(
-                group, draw | REFINEMENT_BIT, offset_lo, offset_hi, key_lo, key_hi
-            )
-        tails = (tail0, tail1, tail2, tail3)
-        best = tl.zeros((GROUPS,), tl.int64)
-        best_of_all = tl.zeros((GROUPS,), tl.int64)
-        for lane in tl.static_range(4):
-            token = ids[lane]
-            p = _probability(processed[lane], token, top, scale, first_kept, least_mass, kept_mass, only_token)
-            if draft_probs is None:
-                left = tl.where(token == refused, 0.0, p)
-            else:
-                left = p - _draft_probability(draft_probs, probs_stride, place, token, live[lane])
-            noise = minus_gumbel_refined(words[lane], tails[lane])
-            is_left = live[lane] & ((left > 0.0) | (left != left))
-            best = tl.maximum(best, tl.where(is_left, pack_key(tl.log2(left) - noise, token), 0))
-            has = live[lane] & ((p > 0.0) | (p != p))
-            best_of_all = tl.maximum(best_of_all, tl.where(has, pack_key(tl.log2(p) - noise, token), 0))
+        best, best_of_all = _best_of_block(
+            logits, logits_stride, vocab_size, rows, limits, masses, draft_probs, probs_stride, row, place, refused,
+            block, GROUPS,
+        )  # fmt: skip
         out = slots + (request * blocks + block) * 2
-        tl.store(out, tl.max(best, axis=0))
-        tl.store(out + 1, tl.max(best_of_all, axis=0))
+        tl.store(out, best)
+        tl.store(out + 1, best_of_all)
+
+
+@jit
+def _best_token(keys, live):
+    """Returns the token of a row's best block: of max(p - q, 0), or of p where the former is 0 everywhere."""
+    best = tl.max(tl.load(keys, mask=live, other=0), axis=0)
+    if best == 0:
+        best = tl.max(tl.load(keys + 1, mask=live, other=0), axis=0)
+    return tl.where((best == 0) | (best == NAN_KEY), -1, (best & NO_TOKEN) ^ NO_TOKEN)
 
 
 @jit(
@@ -255,11 +286,7 @@ def finish_kernel(
     token = tl.load(drawn + row)
     if (refused >= 0) & (refused < vocab_size):
         block = tl.arange(0, BLOCKS)
-        keys = slots + (request * blocks + block) * 2
-        best = tl.max(tl.load(keys, mask=block < blocks, other=0), axis=0)
-        if best == 0:
-            best = tl.max(tl.load(keys + 1, mask=block < blocks, other=0), axis=0)
-        token = tl.where((best == 0) | (best == NAN_KEY), -1, (best & NO_TOKEN) ^ NO_TOKEN)
+        token = _best_token(slots + (request * blocks + block) * 2, block < blocks)
     node = tl.arange(0, COLUMNS).to(tl.int64)
     _, places, _ = _locate_draft(bounds, request, node, n, total, batch)
     held = tl.load(drafts + places, mask=(node < count) & (node < n), other=-1)
@@ -331,3 +358,127 @@ def run(
         num_warps=1,
     )
     return out, num_accepted, num_emitted
+
+
+# -- over ranks: every row by itself
+
+_TOKEN_BITS = Constant(31)
+
+
+@jit(
+    structs={"rows": Rows},
+    do_not_specialize=["vocab_size"],
+    do_not_specialize_on_alignment=["logits", "drafts", "places", "draft_probs", "accepted", "limits", "masses"],
+)
+def accept_rows_kernel(
+    logits,  # (R, V) processed logits
+    logits_stride: tl.int64,
+    vocab_size: tl.int32,
+    rows,
+    limits,
+    masses,
+    drafts,  # (R,) int64: the draft after each row
+    places,  # (R,) int64: its row of draft_probs
+    draft_probs,  # (N, V or more); None: each draft was certain
+    probs_stride,
+    accepted,  # (R,) int32, out
+):
+    """Decides whether each row accepts its draft. Grid: (R,)."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(drafts + row)
+    holds = (token >= 0) & (token < vocab_size)
+    coin, q, p = _coin_and_probabilities(
+        logits, logits_stride, rows, limits, masses, draft_probs, probs_stride, row, tl.load(places + row), token, holds
+    )
+    tl.store(accepted + row, (holds & (coin * q.to(tl.float64) < p.to(tl.float64))).to(tl.int32))
+
+
+@jit(
+    structs={"rows": Rows},
+    do_not_specialize=["vocab_size", "blocks"],
+    do_not_specialize_on_alignment=[
+        "logits", "drafts", "places", "draft_probs", "accepted", "slots", "limits", "masses",
+    ],
+)  # fmt: skip
+def recover_rows_kernel(
+    logits,  # as for ``accept_rows_kernel``
+    logits_stride: tl.int64,
+    vocab_size: tl.int32,
+    rows,
+    limits,
+    masses,
+    drafts,
+    places,
+    draft_probs,
+    probs_stride,
+    accepted,  # (R,) int32
+    slots,  # (R, blocks, 2) int64, out: the best of max(p - q, 0), and of p, of rows that refuse their draft
+    blocks: tl.int32,
+    GROUPS: tl.constexpr,
+):
+    """Draws from max(p - q, 0), and from p, in rows that refuse their draft. Grid: (R * blocks,)."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    refused = tl.load(drafts + row)
+    if (refused >= 0) & (refused < vocab_size) & (tl.load(accepted + row) == 0):
+        best, best_of_all = _best_of_block(
+            logits, logits_stride, vocab_size, rows, limits, masses, draft_probs, probs_stride, row,
+            tl.load(places + row), refused, block, GROUPS,
+        )  # fmt: skip
+        out = slots + (row * blocks + block) * 2
+        tl.store(out, best)
+        tl.store(out + 1, best_of_all)
+
+
+@jit(
+    do_not_specialize=["vocab_size", "blocks"],
+    do_not_specialize_on_alignment=["drafts", "drawn", "accepted", "slots", "out"],
+)
+def pack_rows_kernel(
+    vocab_size: tl.int32,
+    drafts,
+    drawn,  # (R,) int64: what ``sample`` draws in every row
+    accepted,
+    slots,
+    out,  # (R,) int64, out
+    blocks: tl.int32,
+    BLOCKS: tl.constexpr,  # blocks, up to a power of two
+):
+    """Writes each row's word (``tensor_parallel.rejection.pack``). Grid: (R,)."""
+    row = tl.program_id(0).to(tl.int64)
+    refused = tl.load(drafts + row)
+    is_accepted = tl.load(accepted + row).to(tl.int64)
+    recovered = tl.full((), -1, tl.int64)
+    if (refused >= 0) & (refused < vocab_size) & (is_accepted == 0):
+        block = tl.arange(0, BLOCKS)
+        recovered = _best_token(slots + (row * blocks + block) * 2, block < blocks)
+    word = (tl.load(drawn + row) + 1) | (recovered + 1) << _TOKEN_BITS | is_accepted << (2 * _TOKEN_BITS)
+    tl.store(out + row, word)
+
+
+def verify_rows(
+    step: SampleInputs,
+    recorded: FilteredLogits,
+    token_ids: Tensor,  # (R,) int64: the draft after each row; -1: none
+    places: Tensor,  # (R,) int64
+    draft_probs: Tensor | None,
+) -> Tensor:
+    """Returns the rows' words, (R,) int64, in three launches."""
+    rows, device = len(recorded.ids), recorded.ids.device
+    blocks = triton.cdiv(step.vocab_size, 4 * _GROUPS)
+    slots = torch.empty((rows, blocks, 2), dtype=torch.int64, device=device)
+    accepted = torch.empty(rows, dtype=torch.int32, device=device)
+    out = torch.empty(rows, dtype=torch.int64, device=device)
+    if draft_probs is not None and draft_probs.stride(1) != 1:
+        draft_probs = draft_probs.contiguous()
+    common = (
+        recorded.logits, recorded.logits.stride(0), step.vocab_size, Rows(*step.row_arguments()), recorded.limits,
+        recorded.masses, token_ids, places, draft_probs, 0 if draft_probs is None else draft_probs.stride(0), accepted,
+    )  # fmt: skip
+    accept_rows_kernel[(rows,)](*common, num_warps=1)
+    recover_rows_kernel[(rows * blocks,)](*common, slots, blocks, GROUPS=_GROUPS, num_warps=4)
+    pack_rows_kernel[(rows,)](
+        step.vocab_size, token_ids, recorded.ids, accepted, slots, out, blocks, BLOCKS=next_power_of_2(blocks),
+        num_warps=1,
+    )  # fmt: skip
+    return out
