@@ -46,6 +46,7 @@ from .peer_exchange import (
 _BLOCK = 256  # words of a program
 _PUSHED = 2048  # logits of a program
 _FIELDS = Constant(len(ROW_FIELDS))
+_REALS = Constant(sum(isinstance(getattr(DEFAULT_PARAMS, name), float) << i for i, name in enumerate(ROW_FIELDS)))
 _WARPS = 4
 
 
@@ -88,7 +89,7 @@ def hash_numbers(numbers, row):
     hashed = tl.zeros(row.shape, tl.uint32)
     for i in tl.static_range(_FIELDS):
         address, number = numbers[2 * i], numbers[2 * i + 1]
-        if number.dtype == tl.float32:
+        if (_REALS >> i) & 1:
             value = _load_rows(address, number, row, tl.float32) + 0.0  # -0.0 is 0.0
             hashed = mix(hashed, value.to(tl.uint32, bitcast=True))
         else:
