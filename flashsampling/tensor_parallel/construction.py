@@ -31,7 +31,7 @@ from . import capabilities
 from .device_thread import DeviceThread
 from .failures import TensorParallelError, abort_failure
 from .gloo import Gloo
-from .nccl import LEAST_LOGIT_WORDS, LOGIT_WORDS, Nccl
+from .nccl import Nccl
 from .p2p import PeerToPeer, message_words
 from .rendezvous import RemoteError, Rendezvous
 from .serialization import record_from_json, record_to_json
@@ -148,8 +148,10 @@ class Construction:
 
         def make() -> bytes | None:
             if self.transport_name != "gloo":
-                words = max(capacity, rows * LOGIT_WORDS, LEAST_LOGIT_WORDS)
-                self.transport = Nccl(self._group, rendezvous, device, rows, words, seconds, self._store_host)
+                widest = max(last - first for first, last in self.ranges)
+                self.transport = Nccl(
+                    self._group, rendezvous, device, rows, capacity, widest, seconds, self._store_host
+                )
                 return None
             self.transport = gloo = Gloo(self._group, rendezvous, rows, capacity, seconds)
             closed = gloo.closed()

@@ -5,10 +5,10 @@ A message is int64 and always of one size, because gloo aborts if sizes differ, 
     step  batch  num_samples  temperatures  seeds  offsets  failed  sampling parameters (a word each)  drafts  winners
 
 Filters, log-probabilities and drafts take several messages (``filtered_sampling``), each a step of its own to the
-counter and the comparison; logits take the place of the winners. Each sampling parameter is hashed by itself, 0 if it
-is its default. Of token counts and of the LM head's bias, of which a rank reads its shard, only their presence is
-compared. Drafts to be rejected are hashed with all of their probabilities, except those that belong to no draft. Drafts
-to be matched come hashed (``SampleInputs.draft_hash``).
+counter and the comparison; with ``gloo`` logits take the place of the winners. Each sampling parameter is hashed by
+itself, 0 if it is its default. Of token counts and of the LM head's bias, of which a rank reads its shard, only their
+presence is compared. Drafts to be rejected are hashed with all of their probabilities, except those that belong to no
+draft. Drafts to be matched come hashed (``SampleInputs.draft_hash``).
 
 A hash is the sum, modulo 2**64, of the values' 32-bit halves times fixed odd numbers, one for every half of every row.
 Lists that differ in one half never have the same hash, because odd numbers are invertible; others have with a

@@ -4,13 +4,18 @@ memory.
 A step is device work in stream order and can be captured: count the step, write the header, all-gather whole messages,
 compare headers. If headers differ or the group has failed, tokens are -1, in this and every later step and replay.
 
-Words in pinned memory:
+Logits of filtered rows go by a second communicator, which only this module uses, in bulk messages of one size: NCCL
+does not take messages of different sizes from ranks in different steps. A filtered step is a message that compares,
+the bulk messages, and a last message that compares: bulk messages have no header, and a rank that has failed after the
+first message fills them with anything.
+
+Words in pinned memory, for each of the two communicators (lanes):
 
     word      written by   content
     begun     device       steps and all-gathers begun; before the all-gather
-    headers   device       all ranks' headers of the first failed step, else of the last step
     state     device       steps and all-gathers ended, whether one failed; after headers
-    failed    host         1: the group has failed; the device reads it before and after the all-gather
+    headers   device       all ranks' headers of the first failed step, else of the last step (one lane)
+    failed    host         1: the group has failed; the device reads it before and after the all-gather (one lane)
 
 NCCL waits for a missing rank until the process group's time-out and cannot name it. A thread of every rank does
 (``watchdog``).
@@ -28,6 +33,9 @@ replays, which no host counts before they begin.
     On a stream of their own: the caller's work does not wait for them. NCCL runs them after this rank's earlier ones.
     Never while a graph is captured.
 
+The watchdog's thread drains bulk messages, by the same rule. A rank that left out a filtered step may wait for its
+device in a message that peers send behind their bulk messages, so its calling thread cannot join these.
+
 An all-gather stays on the device until its missing rank calls or the process group is aborted, if a process is gone, a
 rank never calls again, or a host had issued it when its group was closed.
 """
@@ -35,6 +43,8 @@ rank never calls again, or a host had issued it when its group was closed.
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,21 +53,79 @@ from torch import Tensor
 from ..exchange_protocol import tokens_of
 from ..inputs import SampleInputs
 from ..sampling_params import DEFAULT_PARAMS
-from .failures import Failure
+from .failures import Failure, TensorParallelError, abort_failure
 from .message import FAILED, HEADER, STEP, Hashes, difference
 from .rendezvous import Rendezvous
-from .store import StoreGoneError
-from .transport import Transport
+from .store import StoreGoneError, open_store
+from .transport import Transport, empty_rows
 from .watchdog import Heartbeat, Watchdog, read_heartbeats
 
-LOGIT_WORDS, LEAST_LOGIT_WORDS = 16, 2048  # of a message, for each row of the largest batch, and in all
+BULK_PARTS, LEAST_BULK_WORDS = 16, 1 << 16  # bulk messages of the largest batch, at most; int64 words of one, at least
 DRAIN_LIMIT = 5.0  # seconds
 DRAIN_AT_MOST = 120.0  # seconds, whatever number of all-gathers the store claims
 _LOOK_AFTER_FAILURE = 0.1  # seconds
 
 
+class _Counts(NamedTuple):
+    begun: int  # all-gathers of a lane
+    ended: int
+    issued: int  # by the host, and not begun
+
+
+class _Lane:
+    """A communicator's messages of one size, and the counts of its all-gathers on the host and on the device."""
+
+    def __init__(self, group: dist.ProcessGroup | None, ranks: int, words: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+
+        def pinned(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+
+        self.group = group
+        self.message = torch.zeros(words, dtype=torch.int64, device=device)
+        self.messages = torch.zeros((ranks, words), dtype=torch.int64, device=device)
+        self.drain_message, self.drain_messages = self.message, self.messages
+        self.drain_stream = torch.cuda.Stream(device) if on_gpu else None  # one a lane: neither waits for the other
+        # steps, all-gathers that the host issued, all-gathers of graph replays, whether the group failed
+        self.state = torch.zeros(4, dtype=torch.int64, device=device)
+        self.counts, self.step, self.failed = self.state[:3], self.state[:1], self.state[3:]
+        self.host_begun, self.host_state = pinned(3), pinned(4)
+        # views: an element costs the host a tenth of a tensor's
+        self.begun_view, self.state_view = self.host_begun.numpy(), self.host_state.numpy()
+        self.issued = 0  # all-gathers that this host issued, without those of captured graphs
+        self.drained = 0  # all-gathers that this rank joined without a message of its own
+
+    def gather(self, one: Tensor) -> None:
+        """All-gathers ``message`` to ``messages``. ``one``: what the device adds to its counts."""
+        self.counts.add_(one)
+        self.host_begun.copy_(self.counts, non_blocking=True)
+        gather_flat(self.messages, self.message, self.group)
+
+    def end(self) -> None:
+        """Reports the last all-gather's end to the host."""
+        self.host_state.copy_(self.state, non_blocking=True)
+
+    def progress(self, issued: int) -> _Counts:
+        """Returns the counts now; ``issued``: as read before."""
+        _, called, replayed = self.begun_view.tolist()
+        _, called_ended, replayed_ended, _ = self.state_view.tolist()
+        extra = self.drained
+        return _Counts(called + replayed + extra, called_ended + replayed_ended + extra, issued - called)
+
+    def join(self, begun: int) -> bool:
+        """Joins an all-gather if a peer has ``begun`` more than this rank. Returns whether there was one."""
+        own = self.progress(self.issued)
+        # while one of its own has not ended, peers do not wait for this rank to join another
+        if begun <= own.begun or own.issued != 0 or own.begun != own.ended:
+            return False
+        with contextlib.nullcontext() if self.drain_stream is None else torch.cuda.stream(self.drain_stream):
+            gather_flat(self.drain_messages, self.drain_message, self.group)
+        self.drained += 1
+        return True
+
+
 class Nccl(Transport):
-    """Carries winners by NCCL's all-gather."""
+    """Carries winners and logits by NCCL's all-gather."""
 
     def __init__(
         self,
@@ -66,6 +134,7 @@ class Nccl(Transport):
         device: torch.device,
         max_batch_size: int,
         capacity: int,  # the most winners of a step
+        widest: int,  # tokens of the widest shard
         seconds: float,  # how long to wait for a peer
         store_host: int = 0,  # as in ``Rendezvous``
     ) -> None:
@@ -73,44 +142,43 @@ class Nccl(Transport):
         self._rank, self._ranks, self._store_host = rendezvous.rank, rendezvous.ranks, store_host
         self._hashes = Hashes(max_batch_size, device)
         self.room = capacity
-        on_gpu = device.type == "cuda"
 
         def words(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        def pinned(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
-
-        self._message = words(HEADER + capacity)
-        self._messages = words(self._ranks, HEADER + capacity)
-        # steps, all-gathers that the host issued, all-gathers of graph replays, whether the group failed
-        self._state = words(4)
-        self._counts, self._step, self._failed = self._state[:3], self._state[:1], self._state[3:]
+        self._bulk_rows = min(max(-(-max_batch_size // BULK_PARTS), 2 * LEAST_BULK_WORDS // widest), max_batch_size)
+        self._widest = widest
+        self._small = _Lane(group, self._ranks, HEADER + capacity, device)
+        self._bulk = _Lane(None, self._ranks, -(-self._bulk_rows * widest // 2), device)  # ``connect`` makes its group
+        self._lanes = self._small, self._bulk
+        # a bulk message has no header, and no rank reads one of a failed step: that lane drains in its own buffers
+        self._small.drain_message = words(HEADER + capacity)
+        self._small.drain_messages = words(self._ranks, HEADER + capacity)
+        self._small.drain_message[FAILED] = 1
+        self._message, self._failed = self._small.message, self._small.failed
         self._one_called, self._one_replayed = (torch.tensor(one, device=device) for one in ([1, 1, 0], [1, 0, 1]))
         self._first_failed = words(self._ranks, HEADER)
-        self._told_failed = words(1)
-        self._host_begun, self._host_state, self._host_failed = pinned(3), pinned(4), pinned(1)
-        self._host_headers = pinned(self._ranks, HEADER)
-        # views: an element costs the host a tenth of a tensor's
-        self._begun_view, self._state_view = self._host_begun.numpy(), self._host_state.numpy()
+        self._told_failed, self._no_words = words(1), words(0)
+        self._host_failed, self._host_headers = (
+            torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+            for shape in ((1,), (self._ranks, HEADER))
+        )
         self._skipped_calls = self._skipped_on_device = 0
+        self._sent = False  # whether a message of the step has been sent
         self._failure: Failure | None = None
-        self._lock = threading.Lock()  # orders _failure and _issued: a host that knows a failure issues no more
-        self._issued = 0  # all-gathers that this host issued, without those of captured graphs
-        self._drain_message, self._drain_messages = words(HEADER + capacity), words(self._ranks, HEADER + capacity)
-        self._drain_message[FAILED] = 1
-        self._drain_stream = torch.cuda.Stream(device) if on_gpu else None
-        self._drained = 0  # all-gathers that this rank joined in ``drain``
+        self._lock = threading.Lock()  # orders _failure and issued: a host that knows a failure issues no more
         self._draining = threading.Lock()
         self._has_waited = False
         self._woken, self._closed, self._all_done = threading.Event(), threading.Event(), False
         self._watchdog_thread = threading.Thread(target=self._run_watchdog, name="flashsampling nccl", daemon=True)
 
     def connect(self) -> None:
-        """Runs a first all-gather, in which NCCL makes its communicator, and starts the thread.
+        """Makes the second communicator, runs first all-gathers, in which NCCL connects ranks, and starts the thread.
 
         Blocks until all ranks do."""
-        gather_flat(self._messages, self._message, self._group)
+        self._bulk.group = _new_group(self._group, self._rendezvous, self._device)
+        for lane in self._lanes:
+            gather_flat(lane.messages, lane.message, lane.group)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # another thread and stream may have made the buffers
         self._rendezvous.share()
@@ -131,7 +199,7 @@ class Nccl(Transport):
         if not missing or self._capturing():
             return  # a graph would count it at every replay; the next step outside a graph does
         self._skipped_on_device = self._skipped_calls
-        self._step.add_(missing)
+        self._small.step.add_(missing)
 
     def _capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -152,6 +220,7 @@ class Nccl(Transport):
 
     def begin(self, step: SampleInputs) -> None:
         """Implements ``Collectives.begin``."""
+        self._sent = False
         self._count_skipped_call()
         self._hashes.write(self._message, step)
 
@@ -160,42 +229,90 @@ class Nccl(Transport):
         messages = self._gather(words)
         return words.expand(self._ranks, -1) if messages is None else messages.clone()  # the next message overwrites it
 
+    def gather_logits(
+        self, logits: Tensor, bias: Tensor | None, ranges: Sequence[tuple[int, int]], step: SampleInputs
+    ) -> Tensor:
+        """Implements ``Collectives.gather_logits``. A message that compares precedes the logits, and ``end`` sends one
+        behind them."""
+        self._gather(self._no_words)
+        batch, width = logits.shape
+        vocab_size, widest = max(last for _, last in ranges), self._widest
+        # shards as wide as the widest, but for the last: one copy puts all of them in place
+        even = all(first == min(rank * widest, vocab_size) for rank, (first, _) in enumerate(ranges))
+        rows = empty_rows(batch, len(ranges) * widest if even else vocab_size, logits.device)
+        own = self._bulk.message.view(torch.float32)[: self._bulk_rows * widest].view(-1, widest)
+        received = self._bulk.messages.view(torch.float32)[:, : self._bulk_rows * widest].unflatten(1, (-1, widest))
+        for row in range(0, batch, self._bulk_rows):
+            part, place = logits[row : row + self._bulk_rows], rows[row : row + self._bulk_rows]
+            count = len(part)
+            if bias is None:
+                own[:count, :width].copy_(part)
+            else:
+                torch.add(part, bias, out=own[:count, :width])
+            one = self._issue(self._bulk)
+            if one is None:
+                break
+            self._bulk.gather(one)
+            self._bulk.end()
+            if even:
+                place.unflatten(1, (-1, widest)).copy_(received[:, :count].transpose(0, 1))
+            else:
+                for rank, (first, last) in enumerate(ranges):
+                    place[:, first:last].copy_(received[rank, :count, : last - first])
+        return rows[:, :vocab_size]
+
     def end(self, error: BaseException | None = None) -> Tensor:
-        """Implements ``Collectives.end``."""
-        self._hashes.clear(self._message)
+        """Implements ``Collectives.end``: compares once more, because logits have no header.
+
+        If ``error`` comes after a message, the group fails: peers wait for the next one."""
+        try:
+            if error is None:
+                self._gather(self._no_words)
+            elif self._sent and not isinstance(error, TensorParallelError):
+                self.declare(abort_failure(self._rank, error))
+                self.drain()
+        finally:
+            self._hashes.clear(self._message)
         self._told_failed.copy_(self._host_failed, non_blocking=True)  # the device has not seen skipped all-gathers
         return (self._failed | self._told_failed)[0] != 0
+
+    def _issue(self, lane: _Lane) -> Tensor | None:
+        """Counts an all-gather that the caller issues. Returns what the device is to add to its counts.
+
+        Returns None if the host knows that the group has failed, and issues none."""
+        if self._capturing():
+            return self._one_replayed
+        with self._lock:
+            if self._failure is not None:  # peers rely on it that a host that knows issues no more
+                return None
+            lane.issued += 1
+        self._sent = True
+        return self._one_called
 
     def _gather(self, out: Tensor) -> Tensor | None:
         """All-gathers (n,) to (ranks, n), which is valid until the next message.
 
         Returns None without an all-gather if the host knows that the group has failed."""
-        count, message = out.numel(), self._message
-        one = self._one_replayed
-        if not self._capturing():
-            one = self._one_called
-            with self._lock:
-                if self._failure is not None:  # peers rely on it that a host that knows issues no more
-                    return None
-                self._issued += 1
+        count, lane, message = out.numel(), self._small, self._message
+        one = self._issue(lane)
+        if one is None:
+            return None
         message[HEADER : HEADER + count].copy_(out)
         self._told_failed.copy_(self._host_failed, non_blocking=True)
         torch.bitwise_or(self._failed, self._told_failed, out=message[FAILED : FAILED + 1])
-        message[STEP : STEP + 1].copy_(self._step)
-        self._counts.add_(one)
-        self._host_begun.copy_(self._counts, non_blocking=True)
-        gather_flat(self._messages, message, self._group)
-        headers = self._messages[:, :HEADER]
+        message[STEP : STEP + 1].copy_(lane.step)
+        lane.gather(one)
+        headers = lane.messages[:, :HEADER]
         torch.where(self._failed != 0, self._first_failed, headers, out=self._first_failed)
         self._failed.bitwise_or_((headers != headers[:1]).any())
         self._host_headers.copy_(self._first_failed, non_blocking=True)
-        self._host_state.copy_(self._state, non_blocking=True)  # after the headers
+        lane.end()  # after the headers
         self._told_failed.copy_(self._host_failed, non_blocking=True)
-        return self._messages[:, HEADER : HEADER + count]
+        return lane.messages[:, HEADER : HEADER + count]
 
     def failure(self) -> Failure | None:
         """Implements ``Transport.failure``."""
-        if self._failure is None and self._state_view[3]:
+        if self._failure is None and self._small.state_view[3]:
             found = difference(self._host_headers.tolist())
             assert found is not None
             self.declare(found)
@@ -223,15 +340,14 @@ class Nccl(Transport):
             wait = not self._has_waited and (self._failure.kind != "timeout" or self._failure.rank == self._rank)
             self._has_waited = True
             began = last = time.monotonic()
+            before = self._progress()
             while time.monotonic() - began < DRAIN_AT_MOST:
-                own, heartbeats = self._progress(), read_heartbeats(self._rendezvous)
-                peers = [beat or Heartbeat(0, 0) for rank, beat in enumerate(heartbeats) if rank != self._rank]
-                ahead = any(peer.begun > own.begun for peer in peers)
-                # while one of its own has not ended, peers do not wait for this rank to join another
-                if ahead and own.issued == 0 and own.begun == own.ended:
-                    self._join_without_winners()
-                    last = time.monotonic()
+                own, peers = self._progress(), self._peers()
+                if own.begun != before.begun:
+                    before, last = own, time.monotonic()
+                if self._small.join(max(peer.begun - peer.bulk for peer in peers)):
                     continue
+                ahead = any(peer.begun > own.begun for peer in peers)
                 done = not ahead and own.issued == 0 and all(peer.knows and peer.issued == 0 for peer in peers)
                 if done or not wait or time.monotonic() - last > min(self._timeout, DRAIN_LIMIT):
                     return
@@ -241,21 +357,17 @@ class Nccl(Transport):
         finally:
             self._draining.release()
 
-    def _join_without_winners(self) -> None:
-        with contextlib.nullcontext() if self._drain_stream is None else torch.cuda.stream(self._drain_stream):
-            gather_flat(self._drain_messages, self._drain_message, self._group)
-        self._drained += 1
+    def _peers(self) -> list[Heartbeat]:
+        heartbeats = enumerate(read_heartbeats(self._rendezvous))
+        return [beat or Heartbeat(0, 0) for rank, beat in heartbeats if rank != self._rank]
 
     def _progress(self) -> Heartbeat:
         knows = self._failure is not None  # read first: no more all-gathers are issued after it
         with self._lock:
-            issued = self._issued
-        _, called, replayed = self._begun_view.tolist()
-        _, called_ended, replayed_ended, _ = self._state_view.tolist()
-        extra = self._drained
-        return Heartbeat(
-            called + replayed + extra, called_ended + replayed_ended + extra, 0, issued - called, int(knows)
-        )
+            issued = [lane.issued for lane in self._lanes]
+        small, bulk = (lane.progress(count) for lane, count in zip(self._lanes, issued))
+        begun, ended, issued_now = (sum(counts) for counts in zip(small, bulk))
+        return Heartbeat(begun, ended, 0, issued_now, int(knows), bulk.begun)
 
     def close(self, all_done: bool) -> None:
         """Implements ``Transport.close``."""
@@ -264,14 +376,17 @@ class Nccl(Transport):
         self._woken.set()
         if not all_done:
             _kept.append(self)
+        elif self._watchdog_thread.ident is not None and self._bulk.group is not None:  # connected
+            with contextlib.suppress(RuntimeError):
+                self._bulk.group.shutdown()
 
     def _run_watchdog(self) -> None:
         watchdog = Watchdog(self._rendezvous, self._timeout, self._store_host)
         while not self._woken.wait(watchdog.period):
-            if self._state_view[3]:
+            if self._small.state_view[3]:
                 self.failure()
                 break
-            step = int(self._begun_view[0]) - 1
+            step = int(self._small.begun_view[0]) - 1
             failure = watchdog.look(self._progress(), step, time.monotonic())
             if failure is not None and self._failure is None:
                 self._set_failure(failure)
@@ -282,11 +397,44 @@ class Nccl(Transport):
                 watchdog.post(progress)
                 if self._closed.is_set() and progress.issued == 0 and progress.begun == progress.ended:
                     break
+                self._join_bulk()
                 time.sleep(_LOOK_AFTER_FAILURE)
         self._rendezvous.end()
 
+    def _join_bulk(self) -> None:
+        if self._failure is not None:  # else the group was closed
+            with contextlib.suppress(RuntimeError):  # from a broken device, or a store that holds what no rank writes
+                self._bulk.join(max(peer.bulk for peer in self._peers()))
+
 
 _kept: list[Nccl] = []  # their buffers belong to all-gathers that hang, or to graphs
+
+
+def _new_group(group: dist.ProcessGroup | None, rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGroup:
+    """Returns a new communicator of the group's ranks. Blocks until all ranks make it.
+
+    torch does not register it: ``new_group`` is a call of all ranks of the default group, or names groups by how many a
+    process has, so that ranks with other groups beside this one would wait for each other under different names."""
+    number, rank, ranks = rendezvous.number, rendezvous.rank, rendezvous.ranks
+    parent = group or dist.group.WORLD
+    # absent where torch's debug mode wraps the backend
+    options: Any = getattr(parent._get_backend(device), "options", None)  # type: ignore[union-attr]
+    timeout = getattr(options, "_timeout", dist.default_pg_timeout)
+    store = dist.PrefixStore(f"{number}/bulk", open_store(group))
+    made: Any = dist.ProcessGroup(store, rank, ranks)
+    backend: Any
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout, options.group_name = timeout, f"flashsampling/{number}"
+        options.global_ranks_in_group = dist.get_process_group_ranks(parent)
+        backend = dist.ProcessGroupNCCL(store, rank, ranks, options)
+        kind = dist.ProcessGroup.BackendType.NCCL
+    else:  # tests, without NCCL
+        backend = dist.ProcessGroupGloo(store, rank, ranks, timeout=timeout)
+        kind = dist.ProcessGroup.BackendType.GLOO
+    made._set_default_backend(kind)
+    made._register_backend(torch.device(device.type), kind, backend)
+    return made  # type: ignore[no-any-return]
 
 
 def gather_flat(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup | None = None) -> None:

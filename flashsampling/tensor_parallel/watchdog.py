@@ -29,6 +29,7 @@ class Heartbeat:
     beat: int = 0  # moves while the process lives
     issued: int = 0  # all-gathers that the host has issued and that have not begun, without those of graph replays
     knows: int = 0  # 1 if the host knows that the group has failed; it issues no more all-gathers then
+    bulk: int = 0  # of those that began, the ones with logits
 
 
 def straggler(before: Sequence[Heartbeat | None], now: Sequence[Heartbeat | None], begun: int) -> int | None:

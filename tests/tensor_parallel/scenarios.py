@@ -44,10 +44,12 @@ from flashsampling.tensor_parallel import (
     capabilities,
     construction,
     filtered_sampling,
+    nccl,
     shard_lm_head,
     shard_range,
     store,
 )
+from flashsampling.tensor_parallel.nccl import Nccl
 from flashsampling.tensor_parallel.rendezvous import Rendezvous, _pack_payload
 from flashsampling.tensor_parallel.transport import Collectives
 from flashsampling.tensor_parallel.watchdog import read_heartbeats
@@ -814,11 +816,18 @@ def other_requests(rank: Rank) -> None:
 
 def out_of_step_in_a_round(rank: Rank) -> None:
     """A rank's call raises between two messages, and it goes on: the others' wait ends with the error that says so."""
-    for odd in (0, rank.world - 1) if rank.transport == "gloo" else (rank.world - 1,):
-        _out_of_step_in_a_round(rank, odd)
+    last = rank.world - 1
+    places: dict[str, list[tuple[object, str]]] = {
+        "p2p": [(filtered_sampling, "_pack")],  # between logits and results
+        "gloo": [(Collectives, "gather_logits")],  # between the comparison and the logits
+        "nccl": [(nccl, "empty_rows"), (filtered_sampling, "_pack")],  # before the bulk messages; behind them
+    }
+    for place in places[rank.transport]:
+        for odd in (0, last) if rank.transport == "gloo" else (last,):
+            _out_of_step_in_a_round(rank, odd, *place)
 
 
-def _out_of_step_in_a_round(rank: Rank, odd: int) -> None:
+def _out_of_step_in_a_round(rank: Rank, odd: int, where: object, name: str) -> None:
     problem = rank.problem(4, 600, 64)
     tp, shard = rank.group(problem.weight, timeout=30.0)
 
@@ -832,15 +841,12 @@ def _out_of_step_in_a_round(rank: Rank, odd: int) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
         with pytest.MonkeyPatch.context() as patch:
-            if rank.transport == "p2p":  # between logits and results
-                patch.setattr(filtered_sampling, "_pack", no_memory)
-            else:  # gloo: between the comparison and the logits; nccl: before them
-                patch.setattr(Collectives, "gather_logits", no_memory)
+            patch.setattr(where, name, no_memory)
             with pytest.raises(torch.OutOfMemoryError):
                 step()
     error = _fails(tp, step)
     assert error.rank == odd
-    if rank.transport == "gloo":  # which knows that the call took part
+    if rank.transport != "p2p":  # they know that the call took part
         assert f"rank {odd} left the group: OutOfMemoryError: CUDA out of memory" in str(error)
     else:
         assert isinstance(error, TensorParallelMismatch)
@@ -850,6 +856,51 @@ def _out_of_step_in_a_round(rank: Rank, odd: int) -> None:
     tp, shard = rank.group(problem.weight)
     assert torch.equal(step(), expected)
     tp.close()
+
+
+def out_of_step_in_bulk(rank: Rank) -> None:
+    """A rank is at a plain step where the others are at a filtered one, or the other way round. All learn it, also if a
+    host issues more steps before it looks, and the next group works."""
+    problem = rank.problem(40, 600, 64)
+    odd = rank.world - 1
+    filters: list[dict[str, Any]] = [{}, {"top_k": 200}]
+
+    def of_the_caller() -> Failure | None:
+        return None if threading.current_thread() is threading.main_thread() else Nccl.failure(transport)
+
+    with pytest.MonkeyPatch.context() as small:
+        small.setattr(nccl, "LEAST_BULK_WORDS", 1)  # three bulk messages a step
+        for kind, blind in ((0, False), (1, False), (0, True), (1, True)):
+            tp, shard = rank.group(problem.weight, timeout=30.0)
+            assert isinstance(tp._transport, Nccl)
+            transport = tp._transport
+
+            def step(kind: int, tp: TensorParallel = tp, shard: Tensor = shard) -> Tensor:
+                rows = rows_of(problem) | filters[kind]
+                return flashsampling.sample(problem.hidden_states, shard, **rows, tp=tp).token_ids
+
+            if rank.device.type == "cuda":  # what is compiled first keeps the others waiting
+                flashsampling.warmup(shard, tp=tp, max_batch_size=40, top_k=200)
+            expected = [step(0), step(1)]
+            tp.check()
+            assert transport._progress().bulk == 3
+            own = kind if rank.rank == odd else 1 - kind
+            if blind:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(transport, "failure", of_the_caller)
+                    for number in range(4):
+                        assert (step((own + number) % 2) == -1).all()
+            error = _fails(tp, functools.partial(step, own))
+            assert isinstance(error, TensorParallelMismatch)
+            _assert_same_everywhere(error.failure)
+            counts: list[Any] = _agreed([transport._progress().begun, transport._progress().bulk])
+            assert len(set(map(tuple, counts))) == 1, counts
+            with within(SOON):
+                tp.close()
+            tp, shard = rank.group(problem.weight)
+            for other in range(2):
+                assert torch.equal(step(other, tp, shard), expected[other])
+            tp.close()
 
 
 def steps_that_a_compiler_could_drop(rank: Rank) -> None:
@@ -1626,7 +1677,7 @@ def hosts_that_learn_late(rank: Rank) -> None:
     tokens = []
     if rank.rank == slow:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tp._transport, "_state_view", torch.zeros(4, dtype=torch.int64).numpy())
+            patch.setattr(tp._transport._small, "state_view", torch.zeros(4, dtype=torch.int64).numpy())
             patch.setattr(tp._rendezvous, "declared", lambda: None)
             tokens = [step() for _ in range(4)]
             for out in tokens:
@@ -1768,7 +1819,7 @@ ON_CPU: list[Callable[[Rank], None]] = [
     parameters_of_the_first_rank, steps_that_a_compiler_could_drop, out_of_step, other_parameters,
     construction_that_fails, messages_of_others, ranks_that_do_not_come, ranks_that_are_busy, leaving_by_an_exception,
     leaving_while_others_wait, a_broadcast_of_what_cannot_be_said, one_request, surroundings, collective_check,
-    device_mesh, hosts_that_learn_late,
+    device_mesh, hosts_that_learn_late, out_of_step_in_bulk,
 ]  # fmt: skip
 ON_GPU = [*ON_CPU, cuda_graphs, no_sync]
 OF_GLOO = [a_signal_in_a_step, a_process_group_that_is_destroyed, connections_that_are_closed]

@@ -591,13 +591,23 @@ def test_who_leaves_by_itself_is_not_waited_for(monkeypatch):
 # -- all-gathers that other ranks wait for
 
 
+BULK = SimpleNamespace(shutdown=lambda: None)  # nccl's second communicator
+
+
 @pytest.fixture
 def alone(monkeypatch):
     """Rank 0 of three on nccl, whose peers are what the test posts: it, and what it all-gathered to catch up."""
     store = HashStore()
-    it = nccl.Nccl(None, Rendezvous(lambda: store, 0, 3, 30.0), torch.device("cpu"), 4, 4, 1.0)
+    it = nccl.Nccl(None, Rendezvous(lambda: store, 0, 3, 30.0), torch.device("cpu"), 4, 4, 8, 1.0)
     sent = []
-    monkeypatch.setattr(nccl, "gather_flat", lambda gathered, local, group: sent.append(local.tolist()))
+    it._bulk.group = BULK
+
+    def gather(gathered, local, group):
+        (sent if group is None else it.sent_bulk).append(local.tolist())
+
+    it.sent_bulk = []
+    monkeypatch.setattr(nccl, "gather_flat", gather)
+    monkeypatch.setattr(nccl, "_new_group", lambda *_: BULK)
     return it, sent
 
 
@@ -639,6 +649,28 @@ def test_as_many_as_have_begun_elsewhere(alone):
     assert len(sent) == 4
 
 
+def test_bulk_messages_that_have_begun_elsewhere(alone):
+    """The thread joins these and the calling thread the others. What is under way of one holds up no other."""
+    it, sent = alone
+    _post(it, 1, begun=5, bulk=2)
+    _post(it, 2, begun=4, bulk=3)
+    it._join_bulk()
+    assert not it.sent_bulk  # nothing failed
+    it._set_failure(MISMATCH)
+    it._small.issued = 1
+    for _ in range(5):
+        it._join_bulk()
+    it.drain()
+    assert (len(sent), len(it.sent_bulk)) == (0, 3)
+    it._bulk.issued = 1
+    it._small.host_begun[:2] = it._small.host_state[:2] = 1
+    _post(it, 2, begun=5, bulk=4)
+    it._join_bulk()
+    it.drain()
+    assert (len(sent), len(it.sent_bulk)) == (2, 3)
+    assert it._progress() == Heartbeat(6, 6, issued=1, knows=1, bulk=3)
+
+
 def test_none_in_a_captured_graph(alone, monkeypatch):
     it, sent = alone
     it._set_failure(MISMATCH)
@@ -655,15 +687,15 @@ def test_none_in_a_captured_graph(alone, monkeypatch):
 @pytest.mark.parametrize("its_own", ["not begun", "not ended"])
 def test_none_while_one_of_its_own_is_under_way(alone, its_own):
     it, sent = alone
-    it._issued = 1
+    it._small.issued = 1
     if its_own == "not ended":
-        it._host_begun[:2] = 1
+        it._small.host_begun[:2] = 1
     it._set_failure(MISMATCH)
     _post(it, 1, begun=2)
     _post(it, 2, begun=2)
 
     def end():
-        it._host_begun[:2] = it._host_state[:2] = 1
+        it._small.host_begun[:2] = it._small.host_state[:2] = 1
 
     threading.Timer(0.3, end).start()
     started = time.monotonic()
@@ -746,7 +778,7 @@ def test_what_is_issued_less_what_graphs_replay(alone, monkeypatch):
     monkeypatch.setattr(it, "_capturing", lambda: False)
     it.finish(winners, rows_only(2))
     assert it._progress() == Heartbeat(3, 3)
-    assert it._begun_view.tolist() == [8, 2, 1]
+    assert it._small.begun_view.tolist() == [8, 2, 1]
     assert [message[STEP] for message in sent] == [0, 1, 7]
 
 
@@ -755,8 +787,8 @@ def test_posts_go_on_after_closing_while_an_all_gather_hangs(alone, all_done):
     """For a rank that comes late: it looks for how many there are."""
     it, _ = alone
     it.connect()
-    it._issued = 2
-    it._host_begun[:2] = 1
+    it._small.issued = 2
+    it._small.host_begun[:2] = 1
     it._set_failure(Failure("timeout", 1, 0))
     it.close(all_done)
     it._rendezvous.end()  # the group's; the thread holds it too
@@ -773,10 +805,10 @@ def test_posts_go_on_after_closing_while_an_all_gather_hangs(alone, all_done):
             raise AssertionError(post)
 
         first = posted(1, 1)
-        it._host_begun[:2] = 2
+        it._small.host_begun[:2] = 2
         assert posted(2, 0) > first
         assert it._watchdog_thread.is_alive()
-        it._host_state[:2] = 2
+        it._small.host_state[:2] = 2
     it._watchdog_thread.join(SOON)
     assert not it._watchdog_thread.is_alive()
     with pytest.raises(StoreGoneError, match="has been closed"):

@@ -59,7 +59,13 @@ SCENARIOS = [scenario.__name__ for scenario in (scenarios.ON_GPU if GPUS else sc
 
 STAND_IN = ["rare_rows", "changing_batches", "sub_groups", "out_of_step", "other_parameters", "leaving_by_an_exception"]
 STAND_IN += ["requests", "other_requests", "out_of_step_in_a_round", "rejection", "other_drafts"]
-STAND_IN += ["collective_check", "ranks_that_do_not_come", "an_all_gather_that_hangs", "hosts_that_learn_late"]
+STAND_IN += [
+    "out_of_step_in_bulk",
+    "collective_check",
+    "ranks_that_do_not_come",
+    "an_all_gather_that_hangs",
+    "hosts_that_learn_late",
+]
 
 
 def _names(world: int, impl: str, transport: str) -> list[str]:
@@ -73,8 +79,8 @@ def _names(world: int, impl: str, transport: str) -> list[str]:
     if world > 3 and not GPUS:  # the others do all of it
         return ["same_tokens", "rare_rows", "sub_groups", "out_of_step", "collective_check", "device_mesh"]
     not_for = {
-        "gloo": ["cuda_graphs", "no_sync", "hosts_that_learn_late"],
-        "p2p": ["hosts_that_learn_late"],
+        "gloo": ["cuda_graphs", "no_sync", "hosts_that_learn_late", "out_of_step_in_bulk"],
+        "p2p": ["hosts_that_learn_late", "out_of_step_in_bulk"],
         "nccl": [],
     }
     if not GPUS:  # two and three ranks share what takes long

@@ -268,7 +268,7 @@ def test_progress_that_nobody_posted(monkeypatch):
     assert "progress/1: it is no JSON" in heard.what
     assert other.declared() == heard
 
-    it = nccl.Nccl(None, meet, torch.device("cpu"), 4, 4, 1.0)
+    it = nccl.Nccl(None, meet, torch.device("cpu"), 4, 4, 8, 1.0)
     sent: list = []
     monkeypatch.setattr(nccl, "gather_flat", lambda *_: sent.append(1))
     monkeypatch.setattr(nccl, "DRAIN_AT_MOST", 0.3)
