@@ -33,8 +33,9 @@ replays, which no host counts before they begin.
     On a stream of their own: the caller's work does not wait for them. NCCL runs them after this rank's earlier ones.
     Never while a graph is captured.
 
-The watchdog's thread drains bulk messages, by the same rule. A rank that left out a filtered step may wait for its
-device in a message that peers send behind their bulk messages, so its calling thread cannot join these.
+The watchdog's thread drains bulk messages, by the same rule: only this module uses their communicator. A rank that left
+out a filtered step may wait for its device in a message that peers send behind their bulk messages, so its calling
+thread cannot join these. Every message that this rank sends after it joined one says that the group has failed.
 
 An all-gather stays on the device until its missing rank calls or the process group is aborted, if a process is gone, a
 rank never calls again, or a host had issued it when its group was closed.

@@ -1,10 +1,10 @@
 """The watchdog of transport ``nccl``: finds the straggler that an all-gather waits for. It makes no device call.
 
 NCCL waits for a missing rank until the process group's time-out and cannot name it. Every rank therefore has a thread
-that posts heartbeats to the store: how many all-gathers it began and ended, and a count that moves while the process
-lives. A rank whose all-gather does not end within the time-out compares all ranks' heartbeats (``straggler``) and
-declares a failure in the store. Every thread reads the failure at its next look. The thread makes no CUDA call, so it
-disturbs no capture and waits for no device.
+that posts heartbeats to the store: how many all-gathers it began and ended, over both communicators, and a count that
+moves while the process lives. A rank whose all-gather does not end within the time-out compares all ranks' heartbeats
+(``straggler``) and declares a failure in the store. Every thread reads the failure at its next look. Until then the
+thread makes no CUDA call, so it disturbs no capture and waits for no device.
 
 The error comes on all ranks at most timeout + 3 s after the beginning of the all-gather that hangs. Looks are 0.2 to
 1 s apart.
