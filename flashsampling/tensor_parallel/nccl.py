@@ -42,9 +42,10 @@ rank never calls again, or a host had issued it when its group was closed.
 """
 
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,13 +77,14 @@ class _Counts(NamedTuple):
 class _Lane:
     """A communicator's messages of one size, and the counts of its all-gathers on the host and on the device."""
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: int, words: int, device: torch.device) -> None:
+    send: Callable[[Tensor, Tensor], None]  # all-gathers to (ranks, words) from (words,)
+
+    def __init__(self, ranks: int, words: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
 
         def pinned(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
 
-        self.group = group
         self.message = torch.zeros(words, dtype=torch.int64, device=device)
         self.messages = torch.zeros((ranks, words), dtype=torch.int64, device=device)
         self.drain_message, self.drain_messages = self.message, self.messages
@@ -100,7 +102,7 @@ class _Lane:
         """All-gathers ``message`` to ``messages``. ``one``: what the device adds to its counts."""
         self.counts.add_(one)
         self.host_begun.copy_(self.counts, non_blocking=True)
-        gather_flat(self.messages, self.message, self.group)
+        self.send(self.messages, self.message)
 
     def end(self) -> None:
         """Reports the last all-gather's end to the host."""
@@ -120,7 +122,7 @@ class _Lane:
         if begun <= own.begun or own.issued != 0 or own.begun != own.ended:
             return False
         with contextlib.nullcontext() if self.drain_stream is None else torch.cuda.stream(self.drain_stream):
-            gather_flat(self.drain_messages, self.drain_message, self.group)
+            self.send(self.drain_messages, self.drain_message)
         self.drained += 1
         return True
 
@@ -149,8 +151,10 @@ class Nccl(Transport):
 
         self._bulk_rows = min(max(-(-max_batch_size // BULK_PARTS), 2 * LEAST_BULK_WORDS // widest), max_batch_size)
         self._widest = widest
-        self._small = _Lane(group, self._ranks, HEADER + capacity, device)
-        self._bulk = _Lane(None, self._ranks, -(-self._bulk_rows * widest // 2), device)  # ``connect`` makes its group
+        self._small = _Lane(self._ranks, HEADER + capacity, device)
+        self._small.send = lambda gathered, mine: gather_flat(gathered, mine, group)
+        self._bulk = _Lane(self._ranks, -(-self._bulk_rows * widest // 2), device)
+        self._bulk_group: dist.ProcessGroup | None = None  # ``connect`` makes it
         self._lanes = self._small, self._bulk
         # a bulk message has no header, and no rank reads one of a failed step: that lane drains in its own buffers
         self._small.drain_message = words(HEADER + capacity)
@@ -177,9 +181,10 @@ class Nccl(Transport):
         """Makes the second communicator, runs first all-gathers, in which NCCL connects ranks, and starts the thread.
 
         Blocks until all ranks do."""
-        self._bulk.group = _new_group(self._group, self._rendezvous, self._device)
+        self._bulk_group = _new_group(self._group, self._rendezvous, self._device)
+        self._bulk.send = functools.partial(_gather_bulk, self._bulk_group)
         for lane in self._lanes:
-            gather_flat(lane.messages, lane.message, lane.group)
+            lane.send(lane.messages, lane.message)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # another thread and stream may have made the buffers
         self._rendezvous.share()
@@ -377,9 +382,9 @@ class Nccl(Transport):
         self._woken.set()
         if not all_done:
             _kept.append(self)
-        elif self._watchdog_thread.ident is not None and self._bulk.group is not None:  # connected
+        elif self._watchdog_thread.ident is not None and self._bulk_group is not None:  # connected
             with contextlib.suppress(RuntimeError):
-                self._bulk.group.shutdown()
+                self._bulk_group.shutdown()
 
     def _run_watchdog(self) -> None:
         watchdog = Watchdog(self._rendezvous, self._timeout, self._store_host)
@@ -436,6 +441,17 @@ def _new_group(group: dist.ProcessGroup | None, rendezvous: Rendezvous, device: 
     made._set_default_backend(kind)
     made._register_backend(torch.device(device.type), kind, backend)
     return made  # type: ignore[no-any-return]
+
+
+def _gather_bulk(group: Any, gathered: Tensor, mine: Tensor) -> None:
+    """All-gathers over a group that torch has not registered. ``torch.distributed`` would hide an error behind the one
+    that it does not know the group."""
+    options: Any = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = False
+    gather = getattr(group, "all_gather_single", None) or group._allgather_base  # the name before torch 2.13
+    work = gather(gathered.view(-1), mine.view(-1), options)
+    if work is not None:
+        work.wait()
 
 
 def gather_flat(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup | None = None) -> None:

@@ -1787,14 +1787,14 @@ def a_rank_dies_in_a_round(rank: Rank) -> None:
     step()
     tp.check()
     if rank.rank == 1:
-        # of nccl: in a bulk message
-        part, name = (tp._transport._bulk, "gather") if isinstance(tp._transport, Nccl) else (tp._transport, "all_gather")
+        transport: Any = tp._transport
+        part, name = (transport._bulk, "gather") if rank.transport == "nccl" else (transport, "all_gather")
         all_gather, rounds = getattr(part, name), 0
 
         def dies(*given: Any) -> Any:
             nonlocal rounds
             rounds += 1
-            if rounds == (1 if rank.transport == "nccl" else 2):
+            if rounds == (1 if rank.transport == "nccl" else 2):  # the first bulk message
                 os.kill(os.getpid(), signal.SIGKILL)
             return all_gather(*given)
 

@@ -591,23 +591,17 @@ def test_who_leaves_by_itself_is_not_waited_for(monkeypatch):
 # -- all-gathers that other ranks wait for
 
 
-BULK = SimpleNamespace(shutdown=lambda: None)  # nccl's second communicator
-
-
 @pytest.fixture
 def alone(monkeypatch):
     """Rank 0 of three on nccl, whose peers are what the test posts: it, and what it all-gathered to catch up."""
     store = HashStore()
     it = nccl.Nccl(None, Rendezvous(lambda: store, 0, 3, 30.0), torch.device("cpu"), 4, 4, 8, 1.0)
     sent = []
-    it._bulk.group = BULK
-
-    def gather(gathered, local, group):
-        (sent if group is None else it.sent_bulk).append(local.tolist())
-
     it.sent_bulk = []
-    monkeypatch.setattr(nccl, "gather_flat", gather)
-    monkeypatch.setattr(nccl, "_new_group", lambda *_: BULK)
+    it._bulk.send = lambda gathered, local: it.sent_bulk.append(local.tolist())
+    monkeypatch.setattr(nccl, "gather_flat", lambda gathered, local, group: sent.append(local.tolist()))
+    monkeypatch.setattr(nccl, "_new_group", lambda *_: SimpleNamespace(shutdown=lambda: None))
+    monkeypatch.setattr(nccl, "_gather_bulk", lambda *_: None)
     return it, sent
 
 
