@@ -228,7 +228,7 @@ def dry_run(inputs: SampleInputs, group: Any) -> None:
 def _run_and_exchange(backend: Backend, group: Any, inputs: SampleInputs) -> SampleResult:
     if inputs.drafted is not None or (inputs.params is not DEFAULT_PARAMS and not backend.runs_on_shard(inputs)):
         if backend.exchanges:  # kernels draw whole rows
-            reason = inputs._replace(vocab_size=group.vocab_size).too_wide_to_pick()
+            reason = inputs._replace(vocab_size=group.vocab_size).too_wide_to_filter()
             if reason is not None:
                 raise ValueError(f"impl={backend.name!r} cannot do this: {reason}")
         return group.draw(backend, inputs)

@@ -595,7 +595,7 @@ def test_who_leaves_by_itself_is_not_waited_for(monkeypatch):
 def alone(monkeypatch):
     """Rank 0 of three on nccl, whose peers are what the test posts: it, and what it all-gathered to catch up."""
     store = HashStore()
-    it = nccl.Nccl(None, Rendezvous(lambda: store, 0, 3, 30.0), torch.device("cpu"), 4, 4, 8, 1.0)
+    it: Any = nccl.Nccl(None, Rendezvous(lambda: store, 0, 3, 30.0), torch.device("cpu"), 4, 4, 8, 1.0)
     sent = []
     it.sent_bulk = []
     it._bulk.send = lambda gathered, local: it.sent_bulk.append(local.tolist())
