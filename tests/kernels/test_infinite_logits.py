@@ -17,7 +17,7 @@ from tests.kernels.test_filters import TORCH
 from tests.mixes import INF, NAN
 from tests.problems import NEEDS_CUTE
 from tests.tensor_parallel.test_drafts import REJECT, ranks  # noqa: F401, a fixture
-from tests.tensor_parallel.test_filters import run
+from tests.tensor_parallel.test_filters import run, shared_memory  # noqa: F401, a fixture
 
 TWO = [0.0, 0.0, INF, 0.0, INF, 0.0]
 NOTHING = [0.0, 9.0, NAN, 1.0, -INF, -1.0]

@@ -14,7 +14,7 @@ from flashsampling.sampling_params import SamplingParams
 from tests.conftest import DEVICE
 from tests.problems import NEEDS_CUTE
 from tests.tensor_parallel.test_drafts import REJECT, ranks  # noqa: F401, a fixture
-from tests.tensor_parallel.test_filters import run
+from tests.tensor_parallel.test_filters import run, shared_memory  # noqa: F401, a fixture
 
 # of 0.4 and 0.3, which top-k leaves, the first alone has 0.56; of all tokens it takes both
 LOGITS = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
