@@ -175,18 +175,13 @@ def test_shards(name, batch):
 
 
 def test_logits_of_a_shard():
-    """One of a token where that is enough, else the raw ones too."""
+    """Raw ones, whatever the parameters: the rank that draws a row applies these."""
     batch, vocab = 20 if ON_GPU else 40, 700
     step = make_step(batch, vocab)
     logits_gemm = module.run_with_logits(step, 0, None)[0]
-    every = everything(batch, vocab)
-    for params in (*every.values(), *(every[name]._replace(logprobs=True) for name in ("mask", "sparse"))):
+    for params in (DEFAULT_PARAMS, everything(batch, vocab)["everything"]):
         part = step._replace(params=params, shard=Shard(4096, exchange_protocol.PACKED))
-        raw, changed = module.shard_logits(part)
-        assert_same_bits(changed, by_triton(logits_gemm, params))
-        if params.needs_raw_mass():
-            assert torch.equal(raw, logits_gemm)
-            assert not torch.equal(raw, changed)
+        assert torch.equal(module.shard_logits(part), logits_gemm)
 
 
 def test_matrices_of_any_stride():
