@@ -219,9 +219,8 @@ def word_by_word(step: SampleInputs) -> SampleResult:
     gumbel = noise.gumbel(rows.seed, rows.offset, draws, 0, vocab, params.stream).numpy()
     assert step.logits is not None
     outs = []
-    with np.errstate(all="ignore"):
-        for row in range(batch):
-            outs.append(_row(step.logits[row, :vocab].float().numpy(), row, step, gumbel[row]))
+    for row in range(batch):
+        outs.append(_row(step.logits[row, :vocab].float().numpy(), row, step, gumbel[row]))
     there = layout(batch, step.num_samples, params)
     parts = {}
     for name in [*there.ids, *there.values]:
@@ -249,6 +248,7 @@ def probabilities_of(step: SampleInputs) -> tuple[int, list[float] | None]:
     return token, [there["probabilities"].get(other, 0.0) for other in range(step.vocab_size)]
 
 
+@np.errstate(all="ignore")
 def _row(raw: np.ndarray, row: int, step: SampleInputs, gumbel: np.ndarray) -> dict[str, Any]:
     f: Any = np.float32
     params: Any = step.params
