@@ -15,12 +15,9 @@ API.
 import torch
 from torch import Tensor
 
-from ..exchange_protocol import NO_TOKEN
 from ..sampling_params import SamplingParams
 
 GREEDY_BELOW = 1e-6
-LOWEST, HIGHEST = -(2**63), 2**63 - 1  # sort keys (``places_of``) that all tokens reach, and none
-_NAN_KEY = 2**31 - 1
 _COUNT = 0x7FFFFFFF
 
 
@@ -92,21 +89,16 @@ def penalised(
 def relative(
     logits: Tensor,  # (B, V)
     temperature: Tensor,  # (B,) float32
-    best: Tensor | None = None,  # (B, 1): the highest logit, if it is on another shard
 ) -> Tensor:
     """Returns (B, V) float64: log(p(token) / p(best token)), at most 0. A greedy row is taken at temperature 1. The
-    first +inf of a row has all the probability, later ones none; with ``best`` given, every +inf gives 0, because the
-    first one may be on another shard."""
+    first +inf of a row has all the probability, later ones none."""
     wide = logits.double()
     scale = torch.where(temperature < GREEDY_BELOW, 1.0, temperature).double()[:, None]
-    if best is None:
-        best, first = wide.max(dim=-1, keepdim=True)  # the first index of a tie
-        later = wide.isposinf().scatter(-1, first, False)
-    else:
-        best, later = best.double(), None
+    best, first = wide.max(dim=-1, keepdim=True)  # the first index of a tie
+    later = wide.isposinf().scatter(-1, first, False)
     below = torch.where(wide == best, 0.0, (wide - best) / scale)
     below = torch.where(wide.isneginf(), wide, below)  # at an infinite temperature too
-    return below if later is None else below.masked_fill(later, float("-inf"))
+    return below.masked_fill(later, float("-inf"))
 
 
 def share_of_best(
@@ -178,28 +170,6 @@ def has_undefined_filter(
         if isinstance(value, Tensor):
             undefined = undefined | value.isnan()
     return undefined
-
-
-def keys_of(
-    logits: Tensor,  # (B, n) float32
-) -> Tensor:
-    """Returns (B, n) int32 order-preserving keys: NaN above all, -0.0 equal to 0.0."""
-    bits = (logits + 0.0).view(torch.int32)
-    return torch.where(logits.isnan(), _NAN_KEY, bits ^ (bits >> 31 & NO_TOKEN))
-
-
-def values_of(keys: Tensor) -> Tensor:
-    """Returns the float32 logits of order-preserving keys."""
-    keys = keys.to(torch.int32)
-    return (keys ^ (keys >> 31 & NO_TOKEN)).view(torch.float32)
-
-
-def places_of(
-    keys: Tensor,  # (B, n) or (B,), int32 or int64
-    ids: Tensor,  # same shape, or (n,): global ids
-) -> Tensor:
-    """Returns int64 sort keys: greater for a greater key, then for a lower id; unique in a row."""
-    return keys.long() << 31 | ids ^ NO_TOKEN
 
 
 def logprobs(

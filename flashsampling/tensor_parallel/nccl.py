@@ -144,7 +144,6 @@ class Nccl(Transport):
         self._group, self._rendezvous, self._device, self._timeout = group, rendezvous, device, seconds
         self._rank, self._ranks, self._store_host = rendezvous.rank, rendezvous.ranks, store_host
         self._hashes = Hashes(max_batch_size, device)
-        self.room = capacity
 
         def words(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -229,11 +228,6 @@ class Nccl(Transport):
         self._sent = False
         self._count_skipped_call()
         self._hashes.write(self._message, step)
-
-    def all_gather(self, words: Tensor, step: SampleInputs) -> Tensor:
-        """Implements ``Collectives.all_gather``. Raises nothing."""
-        messages = self._gather(words)
-        return words.expand(self._ranks, -1) if messages is None else messages.clone()  # the next message overwrites it
 
     def gather_logits(
         self, logits: Tensor, bias: Tensor | None, ranges: Sequence[tuple[int, int]], step: SampleInputs

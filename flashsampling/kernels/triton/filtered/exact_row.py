@@ -79,11 +79,6 @@ def _mass_before(tokens, sort_key, TILE: tl.constexpr):
     return mass_before(tokens, sort_key, True, TILE)
 
 
-@jit(noinline=True)
-def _mass_of_kept(tokens, limit, least_mass, TILE: tl.constexpr):
-    return mass_of_kept(tokens, limit, least_mass, True, TILE)
-
-
 @jit
 def _kept_of_equal(filters, vocab_size):
     """Returns how many tokens the filters keep of a row of equal logits: the first ids."""
@@ -157,7 +152,7 @@ def draw_exactly(
                     kept = has_winner & (winner_word >= limit)
                 least_mass = least_mass_of_rest(filters, tokens, limit, least_mass, True, TILE)
                 if wants_record:
-                    kept_mass = _mass_of_kept(tokens, limit, least_mass, TILE)
+                    kept_mass = mass_of_kept(tokens, limit, least_mass, True, TILE)
         tokens = Tokens(source, ids_ptr, last, tokens.lowest, highest, top, scale)
         only_token = tl.where(greedy, winner, -1)
         for draw in range(num_samples):

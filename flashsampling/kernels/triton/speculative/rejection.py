@@ -74,10 +74,8 @@ def _locate_draft(bounds, request, node, n, total, batch):
 
 
 @jit
-def _coin_and_probabilities(
-    logits, logits_stride, rows, limits, masses, draft_probs, probs_stride, row, place, token, holds
-):
-    """Returns a row's coin, and q and p of the draft after it, any where there is none."""
+def _accepts(logits, logits_stride, rows, limits, masses, draft_probs, probs_stride, row, place, token, holds):
+    """Returns whether a row accepts the draft after it, int32: 0 where it ``holds`` none."""
     token = tl.where(holds, token, 0).to(tl.int32)
     x = tl.load(logits + row * logits_stride + token).to(tl.float32)
     first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
@@ -94,7 +92,7 @@ def _coin_and_probabilities(
     )  # fmt: skip
     coin = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     coin = tl.max(coin, axis=0)
-    return coin, q, p
+    return (holds & (coin * q.to(tl.float64) < p.to(tl.float64))).to(tl.int32)
 
 
 @jit(
@@ -124,10 +122,10 @@ def accept_kernel(
     row, place, there = _locate_draft(bounds, request, node, n, total, batch)
     token = tl.load(drafts + place, mask=there, other=-1)
     holds = there & (token >= 0) & (token < vocab_size)
-    coin, q, p = _coin_and_probabilities(
+    is_accepted = _accepts(
         logits, logits_stride, rows, limits, masses, draft_probs, probs_stride, row, place, token, holds
     )
-    tl.store(accepted + request * n + node, (holds & (coin * q.to(tl.float64) < p.to(tl.float64))).to(tl.int32))
+    tl.store(accepted + request * n + node, is_accepted)
 
 
 @jit
@@ -387,10 +385,10 @@ def accept_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(drafts + row)
     holds = (token >= 0) & (token < vocab_size)
-    coin, q, p = _coin_and_probabilities(
+    is_accepted = _accepts(
         logits, logits_stride, rows, limits, masses, draft_probs, probs_stride, row, tl.load(places + row), token, holds
     )
-    tl.store(accepted + row, (holds & (coin * q.to(tl.float64) < p.to(tl.float64))).to(tl.int32))
+    tl.store(accepted + row, is_accepted)
 
 
 @jit(
