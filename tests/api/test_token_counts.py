@@ -11,6 +11,8 @@ from flashsampling import TokenCounts
 from flashsampling.token_counts import Counted, num_token_groups
 from tests.conftest import DEVICE
 
+pytestmark = pytest.mark.every_triton
+
 
 def seen_of(counts: torch.Tensor) -> torch.Tensor:
     """``SamplingParams.seen``."""

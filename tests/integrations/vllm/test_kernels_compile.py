@@ -6,6 +6,8 @@ pytest.importorskip("triton")
 
 from tests.kernels.triton.target import output_of
 
+pytestmark = pytest.mark.every_triton
+
 COMPILE = """
 import sys
 import torch

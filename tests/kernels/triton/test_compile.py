@@ -7,6 +7,8 @@ pytest.importorskip("triton")
 
 from tests.kernels.triton.target import output_of
 
+pytestmark = pytest.mark.every_triton
+
 COMPILE = """
 import re
 import sys

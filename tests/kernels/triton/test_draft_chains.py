@@ -43,6 +43,7 @@ def random_numbers(generator: torch.Generator, batch: int) -> list:
     return numbers
 
 
+@pytest.mark.every_triton
 @pytest.mark.parametrize("is_ragged", [False, True])
 @pytest.mark.parametrize(("batch", "n"), [(1, 0), (1, 1), (2, 3), (9, 7), (130, 1), (33, 4)])
 def test_as_the_torch_operations(batch, n, is_ragged):
@@ -134,6 +135,7 @@ def test_rejection_refuses_weights_that_triton_cannot_read(name, monkeypatch):
             flashsampling.verify(states, given, drafts, impl="triton", **rows)
 
 
+@pytest.mark.every_triton
 @pytest.mark.parametrize("method", ["match", "rejection"])
 def test_drafts_of_any_stride(method, monkeypatch):
     """What is not contiguous is read as what it is, by kernels too."""

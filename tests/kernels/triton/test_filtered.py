@@ -471,6 +471,7 @@ def _requested(batch: int, vocab: int, generator: torch.Generator) -> SamplingPa
     return SamplingParams(*(part.to(DEVICE) if isinstance(part, Tensor) else part for part in params))
 
 
+@pytest.mark.every_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_everything_at_once(dtype):
     params = _requested(ROWS, VOCAB, torch.Generator().manual_seed(1))

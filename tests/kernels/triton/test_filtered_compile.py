@@ -7,6 +7,8 @@ pytest.importorskip("triton")
 
 from tests.kernels.triton.target import output_of
 
+pytestmark = pytest.mark.every_triton
+
 # the launch itself, with a driver that names a target and has no device; compiled and not run
 COMPILE = """
 import re

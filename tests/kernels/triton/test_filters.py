@@ -17,6 +17,8 @@ from tests.conftest import DEVICE
 from tests.kernels.triton.test_filtered import agrees
 from tests.problems import KERNELS
 
+pytestmark = pytest.mark.every_triton
+
 CUDA = DEVICE.type == "cuda"
 SHAPES = [None, TritonTileConfig(128, 16, 32, 4, 2, 1, False, rest_b=16)]
 

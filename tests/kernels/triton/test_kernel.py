@@ -55,6 +55,7 @@ def _special(problem, name):
     return problem
 
 
+@pytest.mark.every_triton
 @on_cpu
 @pytest.mark.parametrize("name", ["nan states", "nan temperature", "zero states, greedy", "equal logits", "-inf"])
 @pytest.mark.parametrize("config", [None, TritonTileConfig(128, 16, 16, 4, 2, 1, use_tma=True, rest_b=16)])
@@ -70,6 +71,7 @@ def test_special_rows_take_no_second_pass(name, config, careful_tiles, device):
             assert (tokens[1:] == -1).all()
 
 
+@pytest.mark.every_triton
 @on_cpu
 def test_infinite_rows_and_words_of_zero_take_it(careful_tiles, device):
     """The counter counts; and a word 0 that cannot win costs nothing."""
@@ -121,6 +123,7 @@ def test_the_careful_pass_takes_the_columns_in_doubt_alone(rest, narrow, use_tma
         careful_tiles.clear()
 
 
+@pytest.mark.every_triton
 @pytest.mark.quick(8)
 @pytest.mark.parametrize("num_samples", [1, 2])
 @pytest.mark.parametrize("poison", [1e30, math.nan, math.inf, -math.inf])
@@ -262,6 +265,7 @@ def test_the_careful_pass_beside_rows_in_two_pieces(use_tma, careful_tiles, devi
         careful_tiles.clear()
 
 
+@pytest.mark.every_triton
 @pytest.mark.parametrize("num_samples", [2, 3])
 def test_several_draws_of_rows_in_two_blocks(num_samples, device):
     """The second block ends with the batch there too."""
@@ -274,6 +278,7 @@ def test_several_draws_of_rows_in_two_blocks(num_samples, device):
     assert torch.equal(tokens, run(problem.step(), TritonTileConfig(128, 16, 16, 4, 2, 1, use_tma=False)).ids)
 
 
+@pytest.mark.every_triton
 def test_row_parameters_of_any_stride(device):
     """Strided, expanded and of other dtypes: what the public function makes contiguous, in every row."""
     import flashsampling
@@ -298,6 +303,7 @@ def test_row_parameters_of_any_stride(device):
         assert torch.equal(mixed.token_ids, tensors)
 
 
+@pytest.mark.every_triton
 def test_no_batch_is_padded_far():
     """The shapes of a GPU with copy engines: the padded batch grows with the batch, and is not far above it. From 65 to
     127 rows what pads it are rows of the batch."""

@@ -12,6 +12,8 @@ from flashsampling import noise  # noqa: E402
 from flashsampling.kernels.triton.fused.noise import minus_gumbel, minus_gumbel_refined, philox_words  # noqa: E402
 from tests.api.test_noise import KNOWN_ANSWERS  # noqa: E402
 
+pytestmark = pytest.mark.every_triton
+
 
 @triton.jit
 def _gumbel_kernel(words, refinements, plain, refined, SIZE: tl.constexpr):

@@ -47,6 +47,7 @@ def hash_of(params: SamplingParams, by: Any, draft_hash: Tensor | None = None) -
     return int(by(Hashes(8, DEVICE), step._replace(draft_hash=draft_hash)))
 
 
+@pytest.mark.every_triton
 @pytest.mark.parametrize("name", REQUESTS)
 def test_hashes(name):
     params = REQUESTS[name]

@@ -67,6 +67,7 @@ def test_entries(n, ids_from_to):
     assert read(of_torch, blocks) == expected(ids, values, first, last, base)
 
 
+@pytest.mark.every_triton
 def test_rows_of_any_stride():
     ids = torch.randint(0, 500, (4, 9), device=DEVICE, dtype=torch.int32)
     values = torch.randn(4, 9, device=DEVICE)
