@@ -25,7 +25,9 @@ README_CELLS = {  # LM head and batch size -> a model that has this head
     ("V=201088 D=2880", 512): "gpt-oss",
 }
 OVER_CUBLAS_BATCHES = (1, 16, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512)
-PEER_BATCHES = (1, 16, 64, 128, 256)
+PEER_BATCHES = (1, 64, 256)
+DRAFTS_BATCHES = (1, 8, 64)
+DRAFTER_BATCHES = (1, 64)
 TRITON_BATCHES = (1, 16, 64, 96, 128, 144, 160, 176, 192, 208, 256, 272, 320, 384, 448, 512)
 RANK_BATCHES = (1, 16, 64, 128, 256)
 FILTERS = ("top-k top-p", "top-p", "min-p")
@@ -135,6 +137,8 @@ def requests_table(results: Iterable[Result]) -> str:
     rows = []
     for result in results:
         for row in result["rows"]:
+            if row["batch"] not in PEER_BATCHES:
+                continue
             ms = row["ms"]
             cells = [f"{gpu_name(result)}, {head_name(row)}", str(row["batch"]), f"{ms['cute unfiltered']:.3f}"]
             cells += [ratio(ms, request, "cute unfiltered") for request in REQUESTS]
@@ -172,6 +176,8 @@ def drafts_table(result: Result) -> str:
     """Returns the times of ``verify`` and of its peers, in milliseconds."""
     rows = []
     for row in result["rows"]:
+        if row["batch"] not in DRAFTS_BATCHES:
+            continue
         cells = [head_name(row), row.get("filters", "none"), str(row["drafts"]), str(row["batch"])]
         steps = ("sample", "match", "rejection", *DRAFTS_PEERS)
         times = [f"{row['ms'][step]:.3f}" if step in row["ms"] else "-" for step in steps]
@@ -184,6 +190,8 @@ def drafter_table(result: Result) -> str:
     """Returns the times of a drafter's layer and of drawing from it, in milliseconds."""
     rows = []
     for row in result["drafter"]:
+        if row["batch"] not in DRAFTER_BATCHES:
+            continue
         rows.append([str(row["dim"]), str(row["batch"]), *(f"{row['ms'][step]:.3f}" for step in DRAFTER_STEPS)])
     return make_table(["D", "B", "layer", "and `sample`", "and logits, softmax, multinomial"], rows)
 
@@ -209,6 +217,8 @@ def ranks_table(results: Iterable[Result]) -> str:
     """Returns the times of a step over several GPUs, in microseconds."""
     rows = []
     for gpus, row in rank_rows(results):
+        if row["batch"] not in PEER_BATCHES:
+            continue
         us = row["us"]
         steps = ("p2p cute", "cuBLAS alone", "nccl cute", "p2p triton", "all-gather + Gumbel")
         exchange = f"{us['p2p cute'] - us['no exchange cute']:.1f}"

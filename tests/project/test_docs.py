@@ -205,10 +205,10 @@ def test_the_table_and_the_picture_of_an_engine(tmp_path):
 def test_the_table_of_requests():
     times = zip(("cute unfiltered", *tables.REQUESTS), (2.0, 2.2, 2.4, 2.6, 2.0, 2.1, 3.0, 4.0), strict=True)
     theirs = {"FlashInfer top-k top-p": 4.4, "FlashInfer top-k top-p by radix": 2.75, "FlashInfer top-p": 2.4}
-    row = {"vocab": 1000, "dim": 64, "batch": 2, "ms": dict(times) | theirs, "peak_bytes": 10_000}
+    row = {"vocab": 1000, "dim": 64, "batch": 64, "ms": dict(times) | theirs, "peak_bytes": 320_000}
     cells = "1.10 | 1.20 | 1.30 | 1.00 | 1.05 | 1.50 | 2.00 | 0.80 | 1.00 | - | 1.25"
     result = {"machine": {"gpu": "NVIDIA H200"}, "rows": [row]}
-    assert tables.requests_table([result]).splitlines()[2:] == [f"| H200, V=1000 D=64 | 2 | 2.000 | {cells} |"]
+    assert tables.requests_table([result]).splitlines()[2:] == [f"| H200, V=1000 D=64 | 64 | 2.000 | {cells} |"]
 
 
 def test_a_table_is_filled_in_where_its_header_is():
