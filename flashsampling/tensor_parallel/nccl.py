@@ -97,6 +97,7 @@ class _Lane:
         self.begun_view, self.state_view = self.host_begun.numpy(), self.host_state.numpy()
         self.issued = 0  # all-gathers that this host issued, without those of captured graphs
         self.drained = 0  # all-gathers that this rank joined without a message of its own
+        self.captured = False  # whether a graph may hold an all-gather
 
     def gather(self, one: Tensor) -> None:
         """All-gathers ``message`` to ``messages``. ``one``: what the device adds to its counts."""
@@ -281,6 +282,7 @@ class Nccl(Transport):
 
         Returns None if the host knows that the group has failed, and issues none."""
         if self._capturing():
+            lane.captured = True
             return self._one_replayed
         with self._lock:
             if self._failure is not None:  # peers rely on it that a host that knows issues no more
@@ -374,11 +376,11 @@ class Nccl(Transport):
         self._all_done = all_done
         self._closed.set()
         self._woken.set()
-        if not all_done:
+        if not all_done or self._bulk.captured:  # NCCL frees a communicator once no graph holds it, and waits for that
             _kept.append(self)
         elif self._watchdog_thread.ident is not None and self._bulk_group is not None:  # connected
             with contextlib.suppress(RuntimeError):
-                self._bulk_group.shutdown()
+                self._bulk_group.abort()  # nothing is in flight; ``shutdown`` waits for the other ranks'
 
     def _run_watchdog(self) -> None:
         watchdog = Watchdog(self._rendezvous, self._timeout, self._store_host)

@@ -597,10 +597,10 @@ def alone(monkeypatch):
     store = HashStore()
     it: Any = nccl.Nccl(None, Rendezvous(lambda: store, 0, 3, 30.0), torch.device("cpu"), 4, 4, 8, 1.0)
     sent = []
-    it.sent_bulk = []
+    it.sent_bulk, it.aborted = [], []
     it._bulk.send = lambda gathered, local: it.sent_bulk.append(local.tolist())
     monkeypatch.setattr(nccl, "gather_flat", lambda gathered, local, group: sent.append(local.tolist()))
-    monkeypatch.setattr(nccl, "_new_group", lambda *_: SimpleNamespace(shutdown=lambda: None))
+    monkeypatch.setattr(nccl, "_new_group", lambda *_: SimpleNamespace(abort=lambda: it.aborted.append(True)))
     monkeypatch.setattr(nccl, "_gather_bulk", lambda *_: None)
     return it, sent
 
@@ -807,3 +807,21 @@ def test_posts_go_on_after_closing_while_an_all_gather_hangs(alone, all_done):
     assert not it._watchdog_thread.is_alive()
     with pytest.raises(StoreGoneError, match="has been closed"):
         it._rendezvous.store.get("any")
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_communicator_ends_unless_a_graph_holds_it(alone, captured, monkeypatch):
+    """Trap 53: NCCL frees what no graph holds, and waits for the end of those that do."""
+    it, _ = alone
+    kept = []
+    monkeypatch.setattr(nccl, "_kept", kept)
+    it.connect()
+    with monkeypatch.context() as patch:
+        patch.setattr(it, "_capturing", lambda: captured)
+        it._issue(it._bulk)
+    it.close(True)
+    it._rendezvous.end()
+    it._watchdog_thread.join(SOON)
+    assert not it._watchdog_thread.is_alive()
+    assert it.aborted == ([] if captured else [True])
+    assert kept == ([it] if captured else [])
