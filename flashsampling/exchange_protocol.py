@@ -42,7 +42,8 @@ Peer to peer (transport ``p2p``)
 
     States: normal (``failure`` = 0); failed (not 0, for good), a failed rank sends nothing from its next launch on;
     closed (the table's ranks are 0, for good), other ranks' memory is not touched. normal -> failed -> closed, normal
-    -> closed. A replay of a graph reads the current state.
+    -> closed. A replay of a graph reads the current state; one that stores logits must not be replayed once closed,
+    because the logits' memory is unmapped.
 
     edge                                               order
     emptying in step s -> the peers' stores of s + 2   the emptying thread's launch ends before step s + 1 begins (one
