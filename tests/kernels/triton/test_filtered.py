@@ -11,6 +11,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 from flashsampling.inputs import SampleInputs  # noqa: E402
+from flashsampling.kernels.triton.filtered import dispatch  # noqa: E402
 from flashsampling.kernels.triton.filtered.dispatch import CONFIG, Config, run, unsupported  # noqa: E402
 from flashsampling.noise import Stream  # noqa: E402
 from flashsampling.outputs import SampleResult, layout  # noqa: E402
@@ -535,6 +536,22 @@ def test_a_row_is_the_same_in_any_batch(params):
         some = layout(len(rows), 2, params).split(run(part, SMALL), len(rows))
         for name, values in whole.items():
             assert torch.equal(some[name], values[rows]), name
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_more_tiles_than_the_second_launch_reads(temperature, monkeypatch):
+    """A vocabulary without filters may have any number; rows of NaN, of infinities and of nothing among them."""
+    tiles = 256 if DEVICE.type == "cuda" else 4
+    monkeypatch.setattr(dispatch, "_TILES", tiles)
+    step = make_step(batch=6, vocab=(tiles + 2) * SMALL.block - 1, num_samples=2, temperature=temperature)
+    logits = step.logits.clone()
+    logits[1, -1] = 50.0
+    logits[2, -2:] = INF
+    logits[3, 5] = math.nan
+    logits[4] = -INF
+    logits[5] = 0.0
+    assert check(with_logits(step, logits)).ids.view(6, 2)[1].eq(step.vocab_size - 1).all()
+    check(with_logits(step._replace(params=SamplingParams(logit_scale=-1.0)), logits))
 
 
 def test_padded_vocabulary_and_rows_apart():

@@ -41,7 +41,7 @@ from .logit_source import StoredLogits
 from .logprobs_kernel import LogprobOutputs, logprobs_kernel
 from .transforms import Filters, HeadTransform, RequestTransforms, Rows
 
-_TILES = 256  # of the widest vocabulary: 2**20 tokens by 4096
+_TILES = 256  # that the second launch reads: 2**20 tokens, the most that have filters, by 4096
 
 
 @dataclass(frozen=True)
@@ -252,6 +252,10 @@ def _run(step: SampleInputs, config: Config, records: Records | None) -> tuple[S
         _address(raw_sums), _address(winners),
     )  # fmt: skip
     block_stats(step, logits, head, transforms, outputs, config)
+    best = parts[0]
+    if tiles > _TILES:  # of a vocabulary that is too wide to filter
+        best = best[: 2 * batch * step.num_samples * tiles].view(torch.int64).view(-1, tiles).amax(dim=1)
+        tiles = 1
 
     def rows_of(store: Tensor) -> Tensor:
         return store.view(torch.float32).view(batch, stride)[:, :vocab_size]
@@ -261,7 +265,7 @@ def _run(step: SampleInputs, config: Config, records: Records | None) -> tuple[S
     launches = _Launches(
         step, after, StoredLogits(after.stride(0), vocab_size, 0, _address(keys), _address(sums), 0),
         before, StoredLogits(before.stride(0), vocab_size, 0, _address(raw_keys), _address(raw_sums), 0),
-        parts[0], tiles, config,
+        best, tiles, config,
     )  # fmt: skip
     return _launch_rows(launches, records), after
 
