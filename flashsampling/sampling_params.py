@@ -61,7 +61,7 @@ class SamplingParams(NamedTuple):
         Param("Tensor?", parsers.parse_logit_bias, "logit_bias"),
     ] = None
     bias_ids: Annotated[
-        Tensor | None,  # (B, n) int32; -1 or out of range: no entry; values of an id that is named twice are added
+        Tensor | None,  # (B, n) int32; -1 or out of range: no entry; entries are added in order
         Param("Tensor?", None, "logit_bias", per_row=True),
     ] = None
     bias_values: Annotated[Tensor | None, Param("Tensor?", None, "logit_bias", per_row=True)] = None  # (B, n) float32

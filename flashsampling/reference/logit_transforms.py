@@ -61,8 +61,7 @@ def processed(
     if params.bias_ids is not None and params.bias_values is not None:
         there = (params.bias_ids >= 0) & (params.bias_ids < vocab_size)
         ids, values = torch.where(there, params.bias_ids, 0).long(), torch.where(there, params.bias_values, 0.0)
-        sums = torch.zeros(logits.shape, dtype=values.dtype, device=logits.device).scatter_add_(1, ids, values)
-        logits = logits + sums
+        logits = logits.scatter_add(1, ids, values.to(logits.dtype))
     if params.counts is not None:
         logits = penalised(logits, params)
     mask = allowed(params, vocab_size)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashsampling import ops, verify, verify_from_logits
+from flashsampling import ops, sample, verify, verify_from_logits
 from flashsampling.backends import BACKENDS
 from flashsampling.inputs import SampleInputs
 from flashsampling.outputs import layout
@@ -15,7 +15,7 @@ from flashsampling.sampling_params import SamplingParams
 from tests.conftest import DEVICE
 from tests.kernels.test_filters import TORCH
 from tests.mixes import INF, NAN
-from tests.problems import NEEDS_CUTE
+from tests.problems import KERNELS, NEEDS_CUTE
 from tests.tensor_parallel.test_drafts import REJECT, ranks  # noqa: F401, a fixture
 from tests.tensor_parallel.test_filters import run, shared_memory  # noqa: F401, a fixture
 
@@ -142,3 +142,13 @@ def test_rejection_accepts_what_sample_draws(place, filtered, certain, monkeypat
         out = verify(states, weight, drafts, impl=place, **options)
     assert out.num_accepted.tolist() == [1, 0, 0, 0] * times
     assert out.token_ids.tolist() == [[2, 2], [2, -1], [2, -1], [2, -1]] * times
+
+
+@pytest.mark.parametrize("impl", [*KERNELS, "streaming", "reference"])
+def test_entries_of_one_id_are_added_in_order(impl):
+    """(1 + 2**30) - 2**30 is 0 in float32: the token loses to those of 0.5."""
+    weight = torch.tensor([[0.5], [1.0], [0.25]]).repeat(1, 8).to(DEVICE, torch.bfloat16) / 8
+    hidden_states = torch.ones(2, 8, device=DEVICE, dtype=torch.bfloat16)
+    entries = torch.tensor([[1, 1], [1, -1]]), torch.tensor([[2.0**30, -(2.0**30)], [2.0, 0.0]])
+    drawn = sample(hidden_states, weight, temperature=0.0, logit_bias=entries, impl=impl)
+    assert drawn.token_ids.tolist() == [0, 1]
