@@ -3,7 +3,7 @@
 import functools
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -155,29 +155,12 @@ def require_matching_sampler(head: nn.Linear, sampler: LMHeadSampler, batch: int
         raise ValueError(
             f"input_ids must have at most max_batch_size = {sampler.max_batch_size} rows with this sampler, got {batch}"
         )
-    ours: Tensor = sampler.weight
-    models: Tensor = head.weight
-    if sampler.tp is not None and ours is not models:
-        models = models[sampler.tp.first_token : sampler.tp.last_token]
-        ours = ours[: models.shape[0]]
-        same = ours.shape == models.shape and ours.dtype == models.dtype and ours.device == models.device
-        same = same and torch.equal(ours, models)
-    else:
-        same = _same_memory(ours, models)
-    if not same:
+    if not _is_same(sampler.weight, head.weight, sampler):
         raise ValueError(
             "sampler must be over this model's LM head (LMHeadSampler.from_model), got one over another weight, shape "
             f"{tuple(sampler.weight.shape)}"
         )
-    our_bias: Tensor | None = sampler.bias
-    models_bias: Tensor | None = head.bias
-    if sampler.tp is not None and our_bias is not None and models_bias is not None and our_bias is not models_bias:
-        models_bias = models_bias[sampler.tp.first_token : sampler.tp.last_token]
-        same = our_bias.dtype == models_bias.dtype and our_bias.device == models_bias.device
-        same = same and torch.equal(our_bias[: len(models_bias)], models_bias)
-    else:
-        same = _same_memory(our_bias, models_bias)
-    if not same:
+    if not _is_same(sampler.bias, head.bias, sampler):
         raise ValueError(
             "sampler must have the bias of this model's LM head (LMHeadSampler.from_model), got one "
             + ("without" if sampler.bias is None else "with another")
@@ -193,9 +176,14 @@ def require_matching_transform(sampler: LMHeadSampler, logit_scale: float, soft_
         )
 
 
-def _same_memory(ours: Tensor | None, models: Tensor | None) -> bool:
+def _is_same(ours: Tensor | None, models: Tensor | None, sampler: LMHeadSampler) -> bool:
+    """Returns whether both are the same memory, or if the sampler has a shard, whether both have the same values."""
     if ours is None or models is None or ours is models:
         return ours is models
+    if sampler.tp is not None:
+        models = models[sampler.tp.first_token : sampler.tp.last_token]
+        ours = ours[: len(models)]
+        return (ours.dtype, ours.device) == (models.dtype, models.device) and torch.equal(ours, models)
     return (ours.data_ptr(), ours.shape, ours.stride(), ours.dtype) == (
         models.data_ptr(), models.shape, models.stride(), models.dtype
     )  # fmt: skip
@@ -207,13 +195,19 @@ def read_generate_arguments(model: Any) -> dict[str, Any]:
     transformers (5.3 to 5.24) passes none of them to a ``custom_generate`` callable, so they are read from its frame.
     Otherwise readers of a streamer would wait for ever, and an assistant would be silently ignored.
     """
+    frame = next(_generate_frames(model), None)
+    names = ("streamer", "assistant_model", "synced_gpus")
+    return {} if frame is None else {name: frame.f_locals.get(name) for name in names}
+
+
+def _generate_frames(model: Any) -> Iterator[FrameType]:
+    """Yields the frames of the calls of ``model.generate`` that we are in, the innermost first."""
     code = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is code and frame.f_locals.get("self") is model:
-            return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
-        frame = frame.f_back  # type: ignore[assignment]
-    return {}
+            yield frame
+        frame = frame.f_back
 
 
 def drop_adapter_hooks(model: Any) -> None:
@@ -223,11 +217,7 @@ def drop_adapter_hooks(model: Any) -> None:
     An error that passes through PEFT (0.21) leaves them on the model, and they would affect later generations. Does
     nothing inside another generation of this model, which may own the hooks.
     """
-    code, frame, callers = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe(1), []
-    while frame is not None:
-        if frame.f_code is code and frame.f_locals.get("self") is model:
-            callers.append(_caller_module(frame))
-        frame = frame.f_back  # type: ignore[assignment]
+    callers = [_caller_module(frame) for frame in _generate_frames(model)]
     if len(callers) != 1 or not callers[0].startswith("peft."):
         return
     for module in model.modules():

@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,6 @@ from .processor_params import StepParams
 ASSISTANT_TOKENS = 5
 _CUT_BACK = {"DynamicLayer", "DummyLayer"}
 _CUT_BACK_WITH_PAST = {"DynamicSlidingWindowLayer"}  # in releases of transformers that can record the past
-
-
-def is_drafted(config: GenerationConfig, assistant_model: Any) -> bool:
-    """Returns whether the configuration or an assistant asks for drafts."""
-    return config.get_generation_mode(assistant_model) == GenerationMode.ASSISTED_GENERATION
 
 
 def require_supported_drafts(
@@ -164,16 +159,6 @@ class CachedModel:
         return kwargs
 
 
-class Drafter(Protocol):
-    """Proposes tokens."""
-
-    def drafts(self, input_ids: Tensor, most: int) -> Tensor:
-        """Returns up to ``most`` ids that may follow ``input_ids`` (1, T), as (1, n)."""
-
-    def report(self, drafted: int, accepted: int) -> None:
-        """Reports how many of the last drafts were accepted."""
-
-
 class PromptLookup:
     """Drafts by transformers' prompt look-up: the tokens that followed an earlier occurrence of the last tokens."""
 
@@ -186,11 +171,11 @@ class PromptLookup:
         )
 
     def drafts(self, input_ids: Tensor, most: int) -> Tensor:
-        """Implements ``Drafter.drafts``."""
+        """Returns up to ``most`` ids that may follow ``input_ids`` (1, T), as (1, n)."""
         return self._candidates.get_candidates(input_ids)[0][:, input_ids.shape[1] :][:, :most]
 
     def report(self, drafted: int, accepted: int) -> None:
-        """Implements ``Drafter.report``."""
+        """Reports how many of the last drafts were accepted, which changes nothing here."""
 
 
 class Assistant:
@@ -229,7 +214,7 @@ class Assistant:
         self._adapts = schedule.startswith("heuristic")
 
     def drafts(self, input_ids: Tensor, most: int) -> Tensor:
-        """Implements ``Drafter.drafts``."""
+        """Returns up to ``most`` ids that may follow ``input_ids`` (1, T), as (1, n)."""
         sampler, temperature, params = self._target
         self._sampler.seeds.copy_(sampler.seeds[:1])
         self._sampler.offsets.copy_(sampler.offsets[:1])
@@ -239,13 +224,14 @@ class Assistant:
             states = self._runner.states(text, 1)[:, 0]
             wanted = params.at(text)
             if isinstance(counted := wanted.get("token_counts"), Counted):
-                wanted["token_counts"] = _add_counts(counted.counts, text[:, input_ids.shape[1] :])
+                counts, drafts = counted.counts, text[:, input_ids.shape[1] :].to(counted.counts.device)
+                wanted["token_counts"] = counts.scatter_add(1, drafts, torch.ones_like(drafts, dtype=counts.dtype))
             drawn = self._sampler(states, temperature=temperature, **wanted).token_ids
             text = torch.cat([text, drawn.clamp(min=0)[:, None].to(text.device)], dim=1)  # any id in place of -1
         return text[:, input_ids.shape[1] :]
 
     def report(self, drafted: int, accepted: int) -> None:
-        """Implements ``Drafter.report``."""
+        """Reports how many of the last drafts were accepted."""
         if self._adapts and drafted:  # transformers' heuristic
             self._count = self._count + 2 if accepted == drafted else max(1, self._count - 1)
 
@@ -274,7 +260,7 @@ def make_drafter(
     prompt: Tensor,  # (1, T)
     model_kwargs: dict[str, Any],
     target: TargetSampler,
-) -> Iterator[Drafter]:
+) -> Iterator[PromptLookup | Assistant]:
     """Makes the drafter for a model with this head. Raises ValueError for an assistant that cannot draft."""
     if assistant_model is None:
         yield PromptLookup(config)
@@ -304,7 +290,7 @@ def make_drafter(
 
 def decode(
     runner: CachedModel,
-    drafter: Drafter,
+    drafter: PromptLookup | Assistant,
     target: TargetSampler,
     input_ids: Tensor,  # (1, T): the prompt
     config: GenerationConfig,
@@ -349,10 +335,3 @@ def decode(
             wanted, fit = params.over(input_ids, drafts)
             drafts = drafts[:, :fit]
             states = runner.states(torch.cat([input_ids, drafts], dim=1), drafts.shape[1] + 1)
-
-
-def _add_counts(counts: Tensor, drafts: Tensor) -> Tensor:
-    """Returns counts (1, V) plus those of drafts (1, n)."""
-    ones = torch.ones_like(drafts, dtype=counts.dtype, device=counts.device)
-    drafted: Tensor = counts.scatter_add(1, drafts.to(counts.device), ones)
-    return drafted

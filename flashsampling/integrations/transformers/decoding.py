@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import ALL_CACHE_NAMES
 
@@ -30,7 +30,7 @@ from .arguments import (
     row_seeds,
     row_temperatures,
 )
-from .assisted import CachedModel, TargetSampler, decode, is_drafted, make_drafter, require_supported_drafts
+from .assisted import CachedModel, TargetSampler, decode, make_drafter, require_supported_drafts
 from .errors import NoTokenError
 from .head import HeadTap, get_lm_head
 from .processor_params import StepParams
@@ -143,7 +143,7 @@ def generate(
         require_transformers_loop(model)
         assistant, batch = given.get("assistant_model"), input_ids.shape[0]
         require_supported(generation_config, assistant, bool(synced_gpus), logprobs)
-        drafted = is_drafted(generation_config, assistant)
+        drafted = generation_config.get_generation_mode(assistant) == GenerationMode.ASSISTED_GENERATION
         if drafted:
             require_supported_drafts(generation_config, assistant, sampler, batch, model_kwargs)
         processed = read_processors(logits_processor, bool(generation_config.do_sample), SWITCH_OFF)
@@ -152,11 +152,17 @@ def generate(
         mask = model_kwargs.get("attention_mask")
         params = StepParams(processed, input_ids, vocab_size, device, {} if request is None else request, mask)
         temperature: float | Tensor = processed.temperature
+        learned: Callable[[float, float], None]  # is called with the model's scale and soft cap
         if temperatures is not None:
             temperature = row_temperatures(temperatures, generation_config, batch, device)
         if seed is not None:
             seed = row_seeds(seed, generation_config, batch)
-        sampler, learned = _check_or_make_sampler(sampler, head, batch)
+        if sampler is None:
+            sampler = LMHeadSampler(head, max_batch_size=max(batch, 1))
+            learned = sampler._set_transform
+        else:
+            require_matching_sampler(head, sampler, batch)
+            learned = functools.partial(require_matching_transform, sampler)
         if seed is not None:
             sampler.reset(seed, rows=slice(0, batch))
         pad_token = _pad_token(generation_config, stopping_criteria)
@@ -183,17 +189,6 @@ def generate(
     finally:
         for one in streamers:  # after an error too: its readers would wait for ever
             one.end()
-
-
-def _check_or_make_sampler(
-    sampler: LMHeadSampler | None, head: nn.Linear, batch: int
-) -> tuple[LMHeadSampler, Callable[[float, float], None]]:
-    """Returns the sampler, or a new one, and the function to call with the model's scale and soft cap."""
-    if sampler is None:
-        sampler = LMHeadSampler(head, max_batch_size=max(batch, 1))
-        return sampler, sampler._set_transform
-    require_matching_sampler(head, sampler, batch)
-    return sampler, functools.partial(require_matching_transform, sampler)
 
 
 def _pad_token(config: GenerationConfig, stopping_criteria: StoppingCriteriaList) -> Tensor | None:

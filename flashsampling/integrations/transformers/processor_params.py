@@ -10,6 +10,7 @@ from ...sampling_params import SamplingOptions, parse_sampling_params, unexpecte
 from ...token_counts import TokenCounts
 from .processors import ProcessorParams, TokenRule
 
+_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "epsilon_cutoff": 0.0}  # with the values that switch them off
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 # arguments of ``generate(request=...)``: a GenerationConfig has no field for them, or only a scalar one
 PER_ROW = ("logit_bias", *_PENALTIES, "token_mask", "top_k", "top_p", "min_p", "epsilon_cutoff", "top_n_sigma")
@@ -34,15 +35,8 @@ class StepParams:
         self.vocab_size, self.device = vocab_size, device
         if not isinstance(given, dict):
             raise TypeError(f"request must be a dictionary, got {type(given).__name__}")
-        self._constant: SamplingOptions = {}
-        if params.top_k:
-            self._constant["top_k"] = params.top_k
-        if params.top_p < 1:
-            self._constant["top_p"] = params.top_p
-        if params.min_p > 0:
-            self._constant["min_p"] = params.min_p
-        if params.epsilon_cutoff > 0:
-            self._constant["epsilon_cutoff"] = params.epsilon_cutoff
+        filters: Any = {name: getattr(params, name) for name, off in _FILTERS.items() if getattr(params, name) != off}
+        self._constant: SamplingOptions = filters
         self._ngrams = params.ngrams
         self._rules, self._masks = params.rules, {}  # type: ignore[var-annotated] # active rules -> their mask
         self._require_tokens(params, prompt.shape[1])

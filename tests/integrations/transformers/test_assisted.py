@@ -3,6 +3,7 @@ often."""
 
 import copy
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ transformers = pytest.importorskip("transformers")
 from transformers import (  # noqa: E402
     DynamicCache,
     GenerationConfig,
-    MistralConfig,
     MistralForCausalLM,
     StaticCache,
     StoppingCriteria,
@@ -26,7 +26,7 @@ from flashsampling.integrations.transformers.assisted import PromptLookup  # noq
 from flashsampling.integrations.transformers.processor_params import StepParams  # noqa: E402
 from flashsampling.integrations.transformers.processors import ProcessorParams  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
-from tests.integrations.transformers.test_generate import SIZES, Collector, llama, prompt  # noqa: E402
+from tests.integrations.transformers.test_generate import ActsAt, Collector, causal_lm, llama, prompt  # noqa: E402
 from tests.integrations.transformers.test_processor_params import FIELDS  # noqa: E402
 
 DRAFTERS = ("look-up", "itself", "first layer", "another model")
@@ -36,10 +36,7 @@ OPTIONS = {"max_new_tokens": 14, "eos_token_id": -1, "pad_token_id": 0}
 @pytest.fixture(scope="module")
 def model():
     """A model that repeats itself, and whose first layer alone says the same every other time."""
-    model = llama()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(4)
-    return model
+    return llama(scale=32)
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +104,16 @@ CASES = {name: fields for name, fields in FIELDS.items() if name not in ("no cac
 CASES["a padded prompt"] = {name: value[1:] for name, value in CASES["a padded prompt"].items()}
 
 
-@pytest.mark.quick(23)
-@pytest.mark.parametrize("case", CASES)
+GREEDY = ("default settings", "repetition_penalty", "no_repeat_ngram_size", "everything", "eos")
+
+
+@pytest.mark.quick(27)
+@pytest.mark.parametrize(
+    ("case", "do_sample"), [*((case, True) for case in CASES), *((case, False) for case in GREEDY)]
+)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_tokens_are_those_without_drafts(model, drafting, drafter, case):
-    options = {"eos_token_id": 2} | {
+def test_tokens_are_those_without_drafts(model, drafting, drafter, case, do_sample):
+    options = {"eos_token_id": 2, "do_sample": do_sample} | {
         name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in CASES[case].items()
     }
     assert torch.equal(drawn(model, **options, **drafting(drafter)), drawn(model, **options))
@@ -152,16 +154,10 @@ def test_a_drafts_nan_is_not_the_texts(monkeypatch):
     assert without[2]
 
 
-def mistral(**options):
-    """A model that repeats itself, with sliding windows."""
-    torch.manual_seed(0)
-    config = MistralConfig(**SIZES | options, sliding_window=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    model = MistralForCausalLM(config).to(DEVICE).eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(32)
-    return model
+mistral = partial(causal_lm, MistralForCausalLM, scale=32, sliding_window=8)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("chunk", [None, 4, 20])
 @pytest.mark.parametrize("drafter", ["look-up", "itself", "another model"])
 def test_sliding_windows_and_a_prompt_in_chunks(drafter, chunk):
@@ -182,15 +178,7 @@ def test_sliding_windows_and_a_prompt_in_chunks(drafter, chunk):
     assert max(lengths[len(prompt_runs) :]) > 1  # drafts
 
 
-@pytest.mark.parametrize(
-    "case", ["default settings", "repetition_penalty", "no_repeat_ngram_size", "everything", "eos"]
-)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_greedy(model, drafting, drafter, case):
-    options = {"eos_token_id": 2} | CASES[case] | {"do_sample": False}
-    assert torch.equal(drawn(model, **options, **drafting(drafter)), drawn(model, **options))
-
-
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("drafter", "most", "options"),
     [
@@ -314,17 +302,6 @@ def test_drafts_end_where_a_bias_depends_on_them():
     assert request["logit_bias"][0].tolist() == [[7, 5]]
 
 
-def test_no_drafts_where_the_penalty_does_not_count_them():
-    taken = ProcessorParams()
-    taken.repetition_penalty, taken.left_out = 2.0, torch.tensor([5], device=DEVICE)
-    requests = StepParams(taken, torch.zeros(1, 0, dtype=torch.int64, device=DEVICE), 1000, torch.device(DEVICE), {})
-    drafts = torch.tensor([[7, 8]], device=DEVICE)
-    assert [requests.over(torch.ones(1, length, dtype=torch.int64, device=DEVICE), drafts)[1] for length in (4, 5)] == [
-        0,
-        2,
-    ]
-
-
 def test_how_many_an_assistant_drafts(model, assistants, monkeypatch):
     """Its own configuration says, as in transformers."""
     drawn(model, max_new_tokens=1)  # a model that is new is run to see what it makes of its logits
@@ -340,11 +317,6 @@ def test_how_many_an_assistant_drafts(model, assistants, monkeypatch):
     assert rounds[2, "constant"] == [3] * 8
     assert rounds[2, "heuristic"] == [3, 5, 7, 9]
     assert rounds[9, "heuristic_transient"] == [10, 12, 2]
-
-
-def test_the_model_may_draft_for_itself(model):
-    assert torch.equal(drawn(model, assistant_model=model), drawn(model))
-    assert not model.lm_head._forward_hooks
 
 
 def test_random_numbers_of_torch_are_left_alone(model, drafting):
@@ -431,20 +403,14 @@ def test_a_sampler_over_several_gpus_is_refused(model):
 def test_a_streamer_that_raises_within_a_round(model, drafting, puts):
     """After an error of a streamer, sampler and cache hold no token behind the last one it got."""
 
-    class Raises:
-        given = 0
-
-        def put(self, value):
-            self.given += 1
-            if self.given > puts:
-                raise InterruptedError
-
-        def end(self):
-            pass
+    def interrupt():
+        raise InterruptedError
 
     options = {name: model for name in drafting}
     sampler, cache = LMHeadSampler.from_model(model, max_batch_size=1, seed=[1]), DynamicCache()
     with pytest.raises(InterruptedError):
-        drawn(model, sampler=sampler, streamer=Raises(), **{CACHE: cache}, eos_token_id=-1, **options)
+        drawn(
+            model, sampler=sampler, streamer=ActsAt(puts + 1, interrupt), **{CACHE: cache}, eos_token_id=-1, **options
+        )
     assert sampler.offsets.tolist() == [puts]
     assert cache.get_seq_length() == 27 + puts - 1

@@ -52,7 +52,11 @@ def rows_of_a_model(tmp_path_factory, worker_id) -> Tensor:
 
 @pytest.fixture(scope="module", params=["like a model's", "a model's"])
 def rows(request) -> Tensor:
-    return rows_like_a_model_s(8) if request.param == "like a model's" else request.getfixturevalue("rows_of_a_model")
+    if request.param == "like a model's":
+        return rows_like_a_model_s(8)
+    if DEVICE.type == "cpu" and not request.config.option.all:
+        pytest.skip("the model takes half a minute to load: --all")
+    return request.getfixturevalue("rows_of_a_model")
 
 
 def processed_by(step: list, ids: Tensor, logits: Tensor) -> Tensor:
@@ -92,26 +96,20 @@ def assert_same(rows: Tensor, received: Tensor, temperature: float = 1.0, ids: T
 NO_IDS = torch.zeros(1, 0, dtype=torch.int64)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("k", [1, 2, 50, 1000])
-def test_top_k(k, rows):
-    assert_same(rows, processors.TopKLogitsWarper(k)(NO_IDS, rows.clone()), top_k=k)
+FILTERS = {
+    "top_k": (processors.TopKLogitsWarper, (1, 2, 50, 1000)),
+    "top_p": (processors.TopPLogitsWarper, (0.001, 0.3, 0.5, 0.9, 0.95, 0.999)),
+    "min_p": (processors.MinPLogitsWarper, (0.001, 0.05, 0.3, 1.0)),
+    "epsilon_cutoff": (processors.EpsilonLogitsWarper, (1e-5, 0.003, 0.2, 0.999)),
+}
 
 
-@pytest.mark.parametrize("p", [0.001, 0.3, 0.5, 0.9, 0.95, 0.999])
-def test_top_p(p, rows):
-    p = torch.tensor(p).item()  # as float32 has it
-    assert_same(rows, processors.TopPLogitsWarper(p)(NO_IDS, rows.double()), top_p=p)
-
-
-@pytest.mark.parametrize("p", [0.001, 0.05, 0.3, 1.0])
-def test_min_p(p, rows):
-    assert_same(rows, processors.MinPLogitsWarper(p)(NO_IDS, rows.clone()), min_p=p)
-
-
-@pytest.mark.parametrize("epsilon", [1e-5, 0.003, 0.2, 0.999])
-def test_epsilon_cutoff(epsilon, rows):
-    assert_same(rows, processors.EpsilonLogitsWarper(epsilon)(NO_IDS, rows.double()), epsilon_cutoff=epsilon)
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, (_, values) in FILTERS.items() for value in values]
+)
+def test_one_filter(name, value, rows):
+    value = value if name == "top_k" else torch.tensor(value).item()  # as float32 has it
+    assert_same(rows, FILTERS[name][0](value)(NO_IDS, rows.double()), **{name: value})
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])

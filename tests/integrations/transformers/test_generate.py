@@ -8,6 +8,7 @@ import sys
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,8 @@ import tokenizers  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import (  # noqa: E402
     DynamicCache,
-    Gemma2Config,
     Gemma2ForCausalLM,
     GenerationConfig,
-    LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
     StoppingCriteria,
@@ -32,7 +31,7 @@ from transformers import (  # noqa: E402
     WatermarkingConfig,
 )
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin  # noqa: E402
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper  # noqa: E402
+from transformers.generation.logits_process import TopPLogitsWarper  # noqa: E402
 
 from flashsampling import LMHeadSampler, sample  # noqa: E402
 from flashsampling.integrations.transformers import GenerateOutput, NoTokenError, checked_lm_head, generate  # noqa: E402
@@ -47,6 +46,7 @@ from tests.integrations.transformers.oracle import plain  # noqa: E402
 SIZES = {
     "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "custom_generate": generate}
 
@@ -59,14 +59,17 @@ DOCUMENTED = {  # argument, field or output -> what the page says about it
 }
 
 
-def llama(**options):
-    """Logits of a standard deviation of 1.3: with the initial 0.16 the noise alone would decide."""
+def causal_lm(kind, scale=8.0, **options):
+    """Makes a random model. Logits have a standard deviation of ``scale`` / 6: with the initial 0.16 the noise alone
+    would decide, and with more the model repeats itself."""
     torch.manual_seed(0)
-    config = LlamaConfig(**SIZES | options, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    model = LlamaForCausalLM(config).to(DEVICE).eval()
+    model = kind(kind.config_class(**SIZES | options)).to(DEVICE).eval()
     with torch.no_grad():
-        model.lm_head.weight.mul_(8)
+        model.lm_head.weight.mul_(scale)
     return model
+
+
+llama = partial(causal_lm, LlamaForCausalLM)
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +120,6 @@ def prompt(lengths, seed=0):
         ids[row, width - length :] = torch.randint(3, 1000, (length,), generator=generator)
         mask[row, width - length :] = 1
     return {"input_ids": ids.to(DEVICE), "attention_mask": mask.to(DEVICE)}
-
-
-def test_every_token_equals_plain_logits_with_the_oracles_noise(model):
-    inputs = prompt([9, 4, 7])
-    seeds = torch.tensor([11, -5, 2**62], device=DEVICE)
-    fused = model.generate(**inputs, **SAMPLED, seed=seeds, max_new_tokens=20)
-    plain = model.generate(**inputs, do_sample=False, max_new_tokens=20, logits_processor=[_GumbelNoise(seeds, 0.8)])
-    assert torch.equal(fused, plain)
-    assert len(fused[:, 9:].unique()) > 20
 
 
 @pytest.mark.parametrize("name", ["streamer", "token_streamer"])
@@ -220,36 +214,6 @@ def test_a_streamer_may_generate_with_the_same_model(model):
     assert inner[-1].shape == (1, 6, 1000)
 
 
-def test_greedy_is_transformers_greedy(model):
-    inputs = prompt([6, 6])
-    ours = model.generate(**inputs, custom_generate=generate, do_sample=False, max_new_tokens=12)
-    assert torch.equal(ours, model.generate(**inputs, do_sample=False, max_new_tokens=12))
-
-
-def test_a_sequence_depends_on_its_own_seed_prompt_and_temperature(model):
-    inputs = prompt([8, 8, 8])
-    batch = model.generate(**inputs, **SAMPLED, seed=[1, 2, 3], temperatures=[0.5, 0.0, 1.5], max_new_tokens=10)
-    for row, (seed, temperature) in enumerate(((1, 0.5), (2, 0.0), (3, 1.5))):
-        one = {name: value[row : row + 1] for name, value in inputs.items()}
-        alone = model.generate(**one, **SAMPLED, seed=[seed], temperatures=[temperature], max_new_tokens=10)
-        width = alone.shape[1]
-        assert torch.equal(alone[0], batch[row, :width])
-
-
-def test_stops_at_eos_and_pads(model):
-    inputs = prompt([5, 5, 5, 5])
-    free = model.generate(**inputs, **SAMPLED, seed=[1, 2, 3, 4], max_new_tokens=30, eos_token_id=-1)
-    stop = int(free[1, 5 + 6])  # what sequence 1 draws at its seventh step
-    stopped = model.generate(
-        **inputs, **SAMPLED, seed=[1, 2, 3, 4], max_new_tokens=30, eos_token_id=stop, pad_token_id=0
-    )
-    for ours, unstopped in zip(stopped[:, 5:].tolist(), free[:, 5:].tolist()):
-        end = unstopped.index(stop) + 1 if stop in unstopped else len(unstopped)
-        assert ours[:end] == unstopped[:end]
-        assert set(ours[end:]) <= {0}
-    assert stop in stopped[1, 5:].tolist()
-
-
 @pytest.mark.parametrize("pad", [0, -1, -7])
 def test_the_pad_token_is_the_callers(model, pad):
     """Trap 41: what is clamped is the draw. A negative one is written, and not given to the model."""
@@ -309,58 +273,40 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a negative temperature": ({"temperatures": [-1.0]}, r"temperatures must be at least 0, got \[-1.0\]"),
     "NaN": ({"temperatures": [float("nan")]}, "temperatures must be at least 0"),
     "two seeds": ({"seed": [1, 2]}, r"seed must have one entry for each of the 1 sequences, got shape \(2,\)"),
+    "a seed of 65 bits": ({"seed": [2**64]}, "seed must have 64 bits each"),
+    "a negative seed of 65 bits": ({"seed": [-(2**63) - 1]}, "seed must have 64 bits each"),
+    "one seed of 65 bits": ({"seed": 2**64}, "64 bits"),
     "returned sequences": ({"seed": [1], "num_return_sequences": 3}, "3 sequences, 1 prompts x 3 returned sequences"),
 }  # fmt: skip
+MISTYPED: dict[str, tuple[dict[str, Any], str]] = {
+    "a float among seeds": ({"seed": [0.5]}, "every seed must be an int, got float"),
+    "a bool among seeds": ({"seed": [True]}, "every seed must be an int, got bool"),
+    "a float as seed": ({"seed": 2.0}, "seed must be an int, got float"),
+    "a bool as seed": ({"seed": True}, "seed must be an int, got bool"),
+    "a tensor of floats": ({"seed": torch.ones(1)}, "got torch.float32"),
+    "seeds": ({"seeds": [3]}, "seeds is called seed: give seed="),
+    "a list as request": ({"request": [1]}, "request must be a dictionary, got list"),
+    "an empty list as request": ({"request": []}, "request must be a dictionary, got list"),
+    "a word as request": ({"request": ""}, "request must be a dictionary, got str"),
+    "a layer as sampler": ({"sampler": nn.Linear(64, 1000)}, "sampler must be an LMHeadSampler, got Linear"),
+}
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", REFUSED | MISTYPED)
 def test_what_it_cannot_do_is_an_error_by_name_before_the_first_token(model, case):
-    options, message = REFUSED[case]
+    options, message = (REFUSED | MISTYPED)[case]
     if "assistant_model" in options:
         options = options | {"assistant_model": model}
     streamer = None if "num_beams" in options else Collector()
     arguments = prompt([4]) | SAMPLED | {"max_new_tokens": 2, "streamer": streamer} | options
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TypeError if case in MISTYPED else ValueError, match=message):
         model.generate(**arguments)
     assert streamer is None or len(streamer.steps) <= 1  # the prompt
 
 
-NOT_SEEDS: list[tuple[Any, type[Exception], str]] = [
-    ([0.5], TypeError, "every seed must be an int, got float"),
-    ([True], TypeError, "every seed must be an int, got bool"),
-    (2.0, TypeError, "seed must be an int, got float"),
-    (True, TypeError, "seed must be an int, got bool"),
-    (torch.ones(1), TypeError, "got torch.float32"),
-    ([2**64], ValueError, "seed must have 64 bits each"),
-    ([-(2**63) - 1], ValueError, "seed must have 64 bits each"),
-    (2**64, ValueError, "64 bits"),
-]
-
-
-@pytest.mark.parametrize(("seeds", "error", "message"), NOT_SEEDS)
-def test_seeds_must_be_integers_of_64_bits(model, seeds, error, message):
-    with pytest.raises(error, match=message):
-        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, seed=seeds)
-
-
-def test_seeds_is_an_error_that_names_seed(model):
-    with pytest.raises(TypeError, match="seeds is called seed: give seed="):
-        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, seeds=[3])
-
-
-@pytest.mark.parametrize("request_", [[1], [], ""])
-def test_a_request_that_is_no_dictionary(model, request_):
-    with pytest.raises(TypeError, match=f"request must be a dictionary, got {type(request_).__name__}"):
-        model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2, request=request_)
-
-
 def test_a_model_with_a_decoding_loop_of_its_own():
-    class Own(LlamaForCausalLM):
-        def _sample(self, *arguments, **more):
-            raise AssertionError
-
     model = llama()
-    model.__class__ = Own
+    model.__class__ = type("Own", (LlamaForCausalLM,), {"_sample": pytest.fail})
     with pytest.raises(ValueError, match="Own has a decoding loop of its own"):
         model.generate(**prompt([4]), **SAMPLED, max_new_tokens=2)
 
@@ -423,6 +369,7 @@ class StopsAt(StoppingCriteria):
 
 SHORT = {"max_new_tokens": 6, "eos_token_id": -1, "pad_token_id": 3}
 WORKS = {
+    "nothing more": dict,
     "use_cache": lambda: {"use_cache": False},
     "a pad id that is not 0": lambda: {"pad_token_id": 9, "eos_token_id": list(range(100, 400))},
     "eos list": lambda: {"eos_token_id": list(range(100, 300))},
@@ -451,6 +398,8 @@ def test_works_as_in_transformers(model, case):
         fused = model.generate(**options | WORKS[case](), **SAMPLED, seed=seeds)
     expected = plain(model, seeds, **{"temperature": 0.8, "top_k": 0} | options | WORKS[case]())
     assert torch.equal(fused, expected)
+    if case == "nothing more":
+        assert len(fused[:, 9:].unique()) > 20
     if case == "a pad id that is not 0":
         assert (fused[:, 9:] == 9).any()
 
@@ -475,31 +424,10 @@ def test_max_time_stops(model):
     assert model.generate(**prompt([5]), **SAMPLED, max_time=1e-9, max_new_tokens=50).shape == (1, 6)
 
 
-def test_inputs_embeds_are_a_prompt(model):
-    inputs = prompt([9, 4])
-    embeds = {
-        "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]),
-        "attention_mask": inputs["attention_mask"],
-    }
-    ids = model.generate(**inputs, **SAMPLED, seed=[1, 2], max_new_tokens=6)
-    assert torch.equal(model.generate(**embeds, **SAMPLED, seed=[1, 2], max_new_tokens=6), ids[:, 9:])
-
-
-def test_goes_on_from_a_cache(model):
-    inputs, cache = prompt([9]), DynamicCache()
-    first = model.generate(**inputs, **SAMPLED, seed=[3], max_new_tokens=5, eos_token_id=-1, **{CACHE: cache})
-    assert cache.get_seq_length() == 13
-    sampler = LMHeadSampler.from_model(model, max_batch_size=1)
-    sampler.reset(torch.tensor([3], device=DEVICE), offset=5)
-    rest = {"input_ids": first, "attention_mask": torch.ones_like(first)}
-    second = model.generate(**rest, **SAMPLED, sampler=sampler, max_new_tokens=4, eos_token_id=-1, **{CACHE: cache})
-    assert torch.equal(second, model.generate(**inputs, **SAMPLED, seed=[3], max_new_tokens=9, eos_token_id=-1))
-
-
 def test_returned_sequences_have_their_own_seeds_and_temperatures(model):
     inputs = prompt([6, 8])
     seeds, temperatures = [1, 2, 3, 4, 5, 6], [0.5, 0.8, 0.0, 1.5, 0.8, 0.7]
-    options = SAMPLED | {"max_new_tokens": 9, "eos_token_id": -1}
+    options = SAMPLED | {"max_new_tokens": 5, "eos_token_id": -1}
     out = model.generate(**inputs, **options, num_return_sequences=3, seed=seeds, temperatures=temperatures)
     for row in range(6):
         one = {name: value[row // 3 : row // 3 + 1] for name, value in inputs.items()}
@@ -513,7 +441,7 @@ def test_returned_sequences_have_their_own_seeds_and_temperatures(model):
 
 def test_seeds_of_64_bits(model):
     def tokens(seed):
-        return model.generate(**prompt([6, 8]), **SAMPLED, max_new_tokens=5, seed=seed)
+        return model.generate(**prompt([6, 8]), **SAMPLED, max_new_tokens=2, seed=seed)
 
     rows = [-5, 3]
     for same in ([2**64 - 5, 3], torch.tensor(rows), torch.tensor(rows, dtype=torch.int32), list(torch.tensor(rows))):
@@ -522,24 +450,11 @@ def test_seeds_of_64_bits(model):
         assert torch.equal(tokens(scalar), tokens(3))
 
 
-def test_a_temperature_warper_of_ones_own(model):
-    seeds = torch.tensor([5, 6], device=DEVICE)
-    own = {"temperature": 1.0, "logits_processor": [TemperatureLogitsWarper(0.8)]}
-    fused = model.generate(**prompt([5, 5]), **SAMPLED | own, seed=seeds, max_new_tokens=9)
-    assert torch.equal(fused, plain(model, seeds, **prompt([5, 5]), temperature=0.8, top_k=0, max_new_tokens=9))
-
-
 def test_a_compiled_decoder(model):
     compiled = llama()
     compiled.get_decoder().compile(backend="eager")
     options = prompt([5, 7]) | SAMPLED | {"seed": [1, 2], "max_new_tokens": 4}
     assert torch.equal(compiled.generate(**options), model.generate(**options))
-    whole, called = llama(), llama()
-    whole.forward = torch.compile(whole.forward, backend="eager")
-    called.compile(backend="eager")
-    for refused in (whole, called):
-        with pytest.raises(ValueError, match=r"the model is compiled, .* model.get_decoder\(\).compile\(\)"):
-            refused.generate(**options)
 
 
 def test_a_row_without_a_token_stops_the_generation_before_its_id_is_used():
@@ -646,6 +561,11 @@ def placeholder() -> Any:
         lambda logits: logits.to(torch.float16),
         lambda logits: logits.to("cpu", dtype=torch.bfloat16),
         lambda logits: logits.to(torch.zeros(2, dtype=torch.int64)),
+        # followed, but no transform
+        lambda logits: (torch.tanh(logits) * -5).transform(),
+        lambda logits: (torch.tanh(logits) * 0).transform(),
+        lambda logits: (logits / 0).transform(),
+        lambda logits: (logits * float("inf")).transform(),
     ],
 )
 def test_whatever_is_done_to_the_logits_is_seen(change):
@@ -656,20 +576,6 @@ def test_whatever_is_done_to_the_logits_is_seen(change):
         ValueError, match=r"(changes the logits|the logits were used) \(.+\), which the fused step cannot follow"
     ):
         change(logits)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda logits: torch.tanh(logits) * -5,
-        lambda logits: torch.tanh(logits) * 0,
-        lambda logits: logits / 0,
-        lambda logits: logits * float("inf"),
-    ],
-)
-def test_numbers_that_make_no_transform(change):
-    with pytest.raises(ValueError, match=r"changes the logits \(logit_scale=.+\), which the fused step cannot follow"):
-        change(placeholder()).transform()
 
 
 @pytest.mark.parametrize(
@@ -695,8 +601,7 @@ def test_factors_and_a_soft_cap_are_followed(change, transform):
 
 
 def gemma(cap):
-    config = Gemma2Config(**SIZES, final_logit_softcapping=cap, pad_token_id=0, query_pre_attn_scalar=16)
-    return Gemma2ForCausalLM(config).to(DEVICE).eval()
+    return causal_lm(Gemma2ForCausalLM, scale=1, final_logit_softcapping=cap, query_pre_attn_scalar=16)
 
 
 def test_a_change_while_it_generates_is_refused_and_the_next_generation_looks_again():
@@ -724,8 +629,10 @@ def test_a_change_while_it_generates_is_refused_and_the_next_generation_looks_ag
         model.generate(**options, sampler=sampler)
 
 
-def hooked(model, seen):
-    """Steers each row its own way, as a hook that knows the batch; ``seen``: the shape of every call."""
+@pytest.mark.parametrize("given", [False, True])
+def test_the_model_runs_over_the_callers_batch_alone(given):
+    """Trap 39: hooks may know the batch, and may count. This one steers each of two rows its own way."""
+    model, seen = llama(), []
     rows = 3 * torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
 
     def steer(module, args, output):
@@ -734,21 +641,10 @@ def hooked(model, seen):
             raise RuntimeError(f"this hook knows 2 rows, got {len(args[0])}")
         return output + rows if torch.is_tensor(output) else (output[0] + rows, *output[1:])
 
-    model.model.layers[0].register_forward_hook(steer)
-    return model
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_the_model_runs_over_the_callers_batch_alone(given):
-    """Trap 39: hooks may know the batch, and may count."""
-    model = llama()
-    seen: list[tuple[int, int]] = []
     sampler = LMHeadSampler.from_model(model, max_batch_size=2) if given else None
-    hooked(model, seen)
-    options, seeds = (
-        prompt([5, 6]) | {"max_new_tokens": 3, "eos_token_id": -1, "top_k": 0},
-        torch.tensor([1, 2], device=DEVICE),
-    )
+    model.model.layers[0].register_forward_hook(steer)
+    options = prompt([5, 6]) | {"max_new_tokens": 3, "eos_token_id": -1, "top_k": 0}
+    seeds = torch.tensor([1, 2], device=DEVICE)
     expected = plain(model, seeds, **options)
     received = seen.copy()
     seen.clear()
@@ -907,6 +803,7 @@ def zeros(module, args, output):
     return output.__class__(logits=torch.zeros(1, 1, 1000, device=DEVICE))
 
 
+COMPILED = r"the model is compiled, .* model.get_decoder\(\).compile\(\)"
 CHANGES = {
     "subclass": (lambda model: setattr(model.lm_head, "__class__", Doubles), "must be an nn.Linear, got .*Doubles"),
     "adapter": (lambda model: setattr(model, "lm_head", Adapter(model.lm_head)), "must be an nn.Linear, got .*Adapter"),
@@ -922,7 +819,11 @@ CHANGES = {
         "must be an nn.Linear, got .*ParametrizedLinear",
     ),
     "offloaded": (lambda model: model.lm_head.to("meta"), "on meta"),
-    "compiled": (lambda model: model.compile(backend="eager"), "the model is compiled"),
+    "compiled": (lambda model: model.compile(backend="eager"), COMPILED),
+    "compiled forward": (
+        lambda model: setattr(model, "forward", torch.compile(model.forward, backend="eager")),
+        COMPILED,
+    ),
     "model hook": (model_hook, "changes the logits after its LM head"),
     "model forward": (model_forward, "changes the logits after its LM head"),
     "other logits": (lambda model: model.register_forward_hook(zeros), "changes the logits after its LM head"),
@@ -957,21 +858,6 @@ def test_a_head_that_is_replaced_while_generating_is_refused():
     replaces = ActsAt(1, lambda: setattr(changed, "lm_head", head))
     with pytest.raises(ValueError, match="LM head was replaced"):
         changed.generate(**prompt([4]), **SAMPLED, max_new_tokens=5, token_streamer=replaces, sampler=sampler)
-
-
-def test_global_hooks_make_it_compare_again(model):
-    checked_lm_head(model)
-
-    def double(module, args, output):
-        return output * 2 if module is model.lm_head else None
-
-    handle = nn.modules.module.register_module_forward_hook(double)
-    try:
-        with pytest.raises(ValueError, match="returns something else than"):
-            checked_lm_head(model)
-    finally:
-        handle.remove()
-    assert checked_lm_head(model) == (model.lm_head, 1.0, 0.0)
 
 
 def test_autocast_is_refused(model):
@@ -1022,8 +908,6 @@ def test_a_sampler_of_another_weight_is_refused(model):
     for weight in (model.lm_head.weight.detach().clone(), model.model.layers[0].mlp.up_proj.weight):
         with pytest.raises(ValueError, match="must be over this model's LM head"):
             model.generate(**prompt([4]), **SAMPLED, sampler=LMHeadSampler(weight), max_new_tokens=2)
-    with pytest.raises(TypeError, match="sampler must be an LMHeadSampler, got Linear"):
-        model.generate(**prompt([4]), **SAMPLED, sampler=model.lm_head, max_new_tokens=2)
     out = model.generate(
         **prompt([4]), **SAMPLED, sampler=LMHeadSampler(model.lm_head.weight.detach()), seed=[3], max_new_tokens=2
     )

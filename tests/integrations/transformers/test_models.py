@@ -205,7 +205,7 @@ def test_model(name, use_cache):
         assert RESULTS[name].removeprefix("refused: ") in str(error.value)
 
 
-@pytest.mark.quick(23)
+@pytest.mark.quick(15)
 @pytest.mark.parametrize("name", [name for name, result in RESULTS.items() if result == "works"])
 def test_drafts(name):
     """Drafts of the model itself and of its text give the same tokens, or are refused."""
@@ -231,6 +231,7 @@ def test_drafts(name):
     assert torch.equal(model.generate(**options, prompt_lookup_num_tokens=3), plain)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_default_settings(name):
     """``top_k=50`` and nothing else; and with a penalty, which looks at the sign of what the head's transform
