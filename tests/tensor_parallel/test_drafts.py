@@ -17,12 +17,12 @@ from flashsampling import VerifyOutput, noise, ops, sample, verify
 from flashsampling.backends import BACKENDS
 from flashsampling.exchange_protocol import PACKED, Shard
 from flashsampling.inputs import DraftChains, SampleInputs
-from flashsampling.outputs import SampleResult
+from flashsampling.outputs import SampleResult, layout
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from flashsampling.speculative.drafts import DraftBatch, _odd_number
 from flashsampling.tensor_parallel import TensorParallel, filtered_sampling
 from flashsampling.tensor_parallel.filtered_sampling import Part
-from flashsampling.tensor_parallel.message import HEADER, Hashes, difference
+from flashsampling.tensor_parallel.message import FIRST_PARAM, HEADER, Hashes
 from flashsampling.tensor_parallel.p2p import PeerToPeer
 from flashsampling.tensor_parallel.transport import DryRun
 from tests.conftest import DEVICE
@@ -32,7 +32,17 @@ from tests.speculative.drafting import DraftChains as Problem
 from tests.speculative.drafting import make_drafted, sure_of
 from tests.speculative.test_verify import differences
 from tests.speculative.test_verify_distribution import binomial
-from tests.tensor_parallel.test_filters import Peer, Stub, Transport, cut, flat, run, shared_memory  # noqa: F401 (a fixture)
+from tests.tensor_parallel.test_filters import (
+    USUAL,
+    Peer,
+    Transport,
+    assert_named,
+    cut,
+    flat,
+    header,
+    run,
+    shared_memory,  # noqa: F401 (a fixture)
+)
 
 Ranges = list[tuple[int, int]]
 REJECT: dict[str, Any] = {"method": "rejection"}
@@ -80,22 +90,29 @@ def rows_of(rows: Tensor, *outs: VerifyOutput) -> Iterator[VerifyOutput]:
         yield VerifyOutput(*(None if part is None else part[rows] for part in vars(out).values()))
 
 
-def check(problems: int, first_seed: int, ranks: Any) -> None:
-    """The oracle's output, but of requests where a last bit of p decides; both layouts, messages of any size."""
+def assert_oracle(problem: Problem, ours: VerifyOutput) -> tuple[VerifyOutput, Tensor]:
+    """Ours is the oracle's output, but of requests where a last bit of p decides. Returns that, and which are sure."""
+    expected = problem.verify("rejection", impl="reference")
+    sure = sure_of(problem, expected)
+    assert not differences(*rows_of(sure, ours, expected)), (problem, ours, expected, sure)
+    return expected, sure
+
+
+@pytest.mark.parametrize("problems", [40, pytest.param(600, marks=pytest.mark.slow)])
+def test_any_cut_is_the_oracle_s(problems, ranks):
+    """In both layouts, by messages of any size."""
     requests, unsure, accepted, refused, seen, cuts, failed = 0, 0, 0, 0, set(), set(), 0
-    for seed in range(first_seed, first_seed + problems):
+    for seed in range(10**6, 10**6 + problems):
         random = Mix(seed).random
         sizes = (random.randrange(1, 7), random.randrange(5), random.choice((2, 5, 33, 130, 300))) if seed % 3 else None
         problem = make_drafted(seed, "rejection", head=True, sizes=sizes)
         assert problem.weight is not None
         if seed % 4:  # flat: more drafts are refused, by a token that is not sure
             problem = replace(problem, weight=problem.weight / 8)
-        expected = problem.verify("rejection", impl="reference")
         ranges = cut(Mix(seed), problem.step.vocab_size)
         transport = random.choice((Transport, Peer))
         ours = of_ranks(problem, ranks, ranges, flat=seed % 2 == 0, room=random.choice((64, 4096)), transport=transport)
-        sure = sure_of(problem, expected)
-        assert not differences(*rows_of(sure, ours, expected)), (seed, ours, expected, sure)
+        expected, sure = assert_oracle(problem, ours)
         requests, unsure = requests + len(sure), unsure + int((~sure).sum())
         accepted += int(expected.num_accepted.sum())
         refused += int((expected.num_accepted < torch.tensor(problem.lengths))[sure].sum())
@@ -110,29 +127,16 @@ def check(problems: int, first_seed: int, ranks: Any) -> None:
     assert cuts >= {(2, False), (3, False), (4, False), (3, True)}
 
 
-def test_any_cut_is_the_oracle_s(ranks):
-    check(40, 10**6, ranks)
-
-
-@pytest.mark.slow
-def test_any_cut_is_the_oracle_s_of_many(ranks):
-    check(600, 2 * 10**6, ranks)
-
-
 @pytest.mark.parametrize("wanted", [(), ("top_k",), ("top_p", "min_p"), ("token_mask",)])
 def test_recovered_tokens(wanted, ranks):
     """Rows keep many tokens, at temperatures above and below 1."""
     problem = make_drafted(4 * 10**6, "rejection", head=True, poisoned=False, sizes=(60, 2, 130), wanted=wanted)
     assert problem.weight is not None
-    temperature = torch.linspace(0.4, 1.6, 60)
-    step = problem.step._replace(temperature=temperature)
+    step = problem.step._replace(temperature=torch.linspace(0.4, 1.6, 60))
     problem = replace(problem, step=step, weight=problem.weight / 16, ids=(problem.ids + 1).clamp(max=129))
     if not wanted:
         problem = replace(problem, probs=torch.softmax(torch.randn(60, 2, 130), dim=2))
-    expected = problem.verify("rejection", impl="reference")
-    sure = sure_of(problem, expected)
-    ours = of_ranks(problem, ranks, [(70, 130), (0, 45), (45, 70)])
-    assert not differences(*rows_of(sure, ours, expected))
+    expected, sure = assert_oracle(problem, of_ranks(problem, ranks, [(70, 130), (0, 45), (45, 70)]))
     assert sure.sum() >= 50
     refused = (expected.num_accepted < torch.tensor(problem.lengths)) & sure
     assert refused.sum() >= 15
@@ -148,16 +152,12 @@ def test_kernels_do_it_too(impl, ranks):
     pytest.importorskip("triton")
     requests = accepted = 0
     for seed in (1, 2, 5):
-        problem = make_drafted(
-            seed + 10**7, "rejection", head=True, poisoned=False, sizes=(2, 2, 150), wanted=("top_k",)
-        )
+        kind: dict[str, Any] = {"poisoned": False, "sizes": (2, 2, 150), "wanted": ("top_k",)}
+        problem = make_drafted(seed + 10**7, "rejection", head=True, **kind)
         assert problem.weight is not None
         states = fit(impl, problem.states.flatten(0, 1)).unflatten(0, problem.states.shape[:2])
         problem = replace(problem, states=states, weight=fit(impl, problem.weight))
-        expected = problem.verify("rejection", impl="reference")
-        sure = sure_of(problem, expected)
-        ours = of_ranks(problem, ranks, [(0, 70), (70, 150)], impl=impl)
-        assert not differences(*rows_of(sure, ours, expected)), (seed, ours, expected)
+        expected, sure = assert_oracle(problem, of_ranks(problem, ranks, [(0, 70), (70, 150)], impl=impl))
         requests, accepted = requests + int(sure.sum()), accepted + int(expected.num_accepted.sum())
     assert requests >= 4
     assert accepted >= 2
@@ -335,19 +335,15 @@ def test_whatever_is_on_the_device(ranks):
 # -- what ranks must agree on
 
 
-def _header(drafted: DraftChains | None) -> list[int]:
-    header = torch.zeros(HEADER + 2, dtype=torch.int64)
-    Hashes(16, torch.device("cpu")).write(header, flat(11, 70, DEFAULT_PARAMS, drafted=drafted))
-    return header[:HEADER].tolist()
-
-
 def test_what_differs_has_its_name():
     """A difference in one entry is named; entries that belong to no draft do not count."""
+
+    def drafts_header(drafted: DraftChains | None) -> list[int]:
+        return header(flat(11, 70, DEFAULT_PARAMS, drafted=drafted))
+
     ids = torch.tensor([[5, 6], [7, -1], [-1, -1], [1, 2]])
-    rows, places = (
-        torch.tensor([[0, 1, 2], [3, 4, 5], [5, 6, 7], [6, 7, 8]]),
-        torch.tensor([[0, 1], [2, 5], [5, 6], [3, 4]]),
-    )
+    rows = torch.tensor([[0, 1, 2], [3, 4, 5], [5, 6, 7], [6, 7, 8]])
+    places = torch.tensor([[0, 1], [2, 5], [5, 6], [3, 4]])
     q = torch.rand(7, 73, generator=torch.Generator().manual_seed(0))
     usual = DraftChains(ids, rows, places, q)
     others: list[tuple[DraftChains | None, tuple[str, ...]]] = [
@@ -360,44 +356,39 @@ def test_what_differs_has_its_name():
         other = q.clone()
         other[place, column] += 2.0**-20
         others.append((usual._replace(probs=other), ("draft_probs",)))
-    headers = [_header(usual)]
-    for other_, differs in others:
-        headers.append(_header(other_))
-        failure = difference([headers[0], headers[-1], headers[0]])
-        assert failure is not None
-        assert (failure.rank, failure.differs) == (1, differs)
-    assert len({tuple(header) for header in headers}) == len(headers)
+    headers = [drafts_header(usual)]
+    for drafted, differs in others:
+        headers.append(drafts_header(drafted))
+        assert_named(headers, differs)
     certain = usual._replace(probs=None)
-    assert _header(certain._replace(token_ids=torch.nn.functional.pad(ids, (0, 1)))) != _header(
-        certain
-    )  # a draft more: 0
+    one_more = certain._replace(token_ids=torch.nn.functional.pad(ids, (0, 1)))  # a draft more: 0
+    assert drafts_header(one_more) != drafts_header(certain)
     wide = q.clone()
     wide[5:], wide[:, 70:] = math.nan, -1.0
-    assert _header(usual._replace(probs=wide)) == headers[0]
+    assert drafts_header(usual._replace(probs=wide)) == headers[0]
     for dtype in (torch.bfloat16, torch.float16):
         narrow, other = q.to(dtype), q.to(dtype)
         other[3, 69] += 0.25
-        a, b = (_header(usual._replace(probs=probs)) for probs in (narrow, other))
-        assert a == _header(usual._replace(probs=narrow.T.contiguous().T)) != b
+        a, b = (drafts_header(usual._replace(probs=probs)) for probs in (narrow, other))
+        assert a == drafts_header(usual._replace(probs=narrow.T.contiguous().T)) != b
 
 
 def test_a_header_is_plain_again():
-    header, hashes = torch.zeros(HEADER, dtype=torch.int64), Hashes(16, torch.device("cpu"))
-    plain = header.clone()
-    hashes.write(plain, flat(11, 70, DEFAULT_PARAMS))
+    """Whatever stood there before; and a draft hash is the word of the drafts."""
+    words, hashes = torch.zeros(HEADER, dtype=torch.int64), Hashes(16, torch.device("cpu"))
     ids, rows = torch.zeros(4, 2).long(), torch.zeros(4, 3).long()
-    hashes.write(header, flat(11, 70, DEFAULT_PARAMS, drafted=DraftChains(ids, rows, ids, None)))
-    assert not torch.equal(header, plain)
-    hashes.clear(header)
-    hashes.write(header, flat(11, 70, DEFAULT_PARAMS))
-    assert torch.equal(header, plain)
+    drafted = flat(11, 70, DEFAULT_PARAMS, drafted=DraftChains(ids, rows, ids, None))
+    for step in (flat(5, 70, SamplingParams(**USUAL)), flat(5, 70, SamplingParams(top_k=9)), drafted):
+        hashes.write(words, step)
+        assert words[FIRST_PARAM:].any()
+        assert words.tolist() == header(step)
+    hashes.clear(words)
+    hashes.write(words, flat(5, 70, DEFAULT_PARAMS))
+    assert words.tolist() == header(flat(5, 70, DEFAULT_PARAMS))
+    assert not words[FIRST_PARAM:].any()
     for params in (DEFAULT_PARAMS, SamplingParams(top_k=5)):
-        headers = [header.clone() for _ in range(2)]
-        for one, draft_hash in zip(headers, (5, 6)):
-            hashes.write(one, flat(11, 70, params)._replace(draft_hash=torch.tensor(draft_hash)))
-        failure = difference([one.tolist() for one in headers])
-        assert failure is not None
-        assert failure.differs == ("draft_token_ids",)
+        headers = [header(flat(11, 70, params, draft_hash=torch.tensor(draft_hash))) for draft_hash in (5, 6)]
+        assert_named(headers, ("draft_token_ids",))
 
 
 def _hash(ids: Any, parents: Any = None, bounds: Any = None, n: int | None = None) -> int:
@@ -502,30 +493,68 @@ def test_p2p_compares_what_its_kernels_do_not_know(monkeypatch):
 # -- on a GPU, without one
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_nothing_is_read_on_the_host_and_all_is_on_the_device(given):
-    """Runs on tensors without values: a CUDA graph could hold neither a read nor a host tensor."""
+class Stub(DryRun):
+    """A transport and a backend of tensors without values."""
+
+    records, for_logits = False, property(lambda self: self)
+
+    def __init__(self, hashes: Hashes) -> None:
+        self.hashes = hashes
+
+    def begin(self, step: SampleInputs) -> None:
+        self.hashes.of_request(step)
+
+    def end(self, error: BaseException | None = None) -> Tensor:  # type: ignore[override]
+        return torch.zeros((), dtype=torch.bool, device="meta")
+
+    def shard_logits(self, step: SampleInputs) -> Tensor:
+        return torch.randn(len(step.hidden_states), step.vocab_size, device="meta")
+
+    def run(self, step: SampleInputs) -> SampleResult:
+        assert step.logits is not None
+        assert step.logits.shape == (len(step.hidden_states), 70)
+        sizes = layout(len(step.logits), step.num_samples, step.params)
+        return SampleResult(
+            torch.ones(sizes.num_ids, dtype=torch.int64, device="meta"), torch.ones(sizes.num_values, device="meta")
+        )
+
+
+@pytest.mark.parametrize("what", ["filters", "certain drafts", "drafts with q"])
+def test_nothing_is_read_on_the_host_and_all_is_on_the_device(what):
+    """Tensors without values raise if a value is read or two devices meet. A CUDA graph could hold neither."""
     hashes: Any = Hashes(16, torch.device("cpu"))
     with FakeTensorMode():
-        device = torch.device("meta")
-        hashes.factors, hashes.along = (torch.ones(count, dtype=torch.int64, device=device) for count in (32, 8192))
-        states, weight = torch.randn(9, 8, device=device), torch.randn(20, 8, device=device)
-        rows = (torch.ones(9, device=device), torch.arange(9, device=device), torch.arange(9, device=device))
-        ids = torch.ones(3, 2, dtype=torch.int64, device=device)
-        probs = torch.ones(6, 70, device=device) if given else None
-        drafted = DraftChains(ids, torch.ones(3, 3, dtype=torch.int64, device=device), ids, probs)
-        params = SamplingParams(top_p=torch.ones(9, device=device), top_k=torch.arange(9, device=device))
-        step = SampleInputs(states, weight, *rows, 1, 20, Shard(33, PACKED), params, drafted=drafted)
+        device, batch = torch.device("meta"), 5 if what == "filters" else 9
+
+        def moved(value: Any) -> Any:
+            return torch.empty(value.shape, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
+
+        hashes.factors, hashes.along = moved(hashes.factors), moved(hashes.along)
+        rows = map(moved, (torch.ones(batch), torch.arange(batch), torch.arange(batch)))
+        step = SampleInputs(moved(torch.ones(batch, 8)), moved(torch.ones(20, 8)), *rows, 1, 20, Shard(33, PACKED))
+        if what == "filters":
+            params = SamplingParams(**USUAL, bias=torch.ones(20), counts=torch.ones(5, 70, dtype=torch.int32))
+            step = step._replace(num_samples=2)
+        else:
+            ids, probs = torch.ones(3, 2).long(), torch.ones(6, 70) if what == "drafts with q" else None
+            step = step._replace(drafted=DraftChains(*map(moved, (ids, torch.ones(3, 3).long(), ids, probs))))
+            params = SamplingParams(top_p=torch.ones(9), top_k=torch.arange(9))
+        step = step._replace(params=SamplingParams(*map(moved, params)))
         stub: Any = Stub(hashes)
         drawn = filtered_sampling.draw(Part(stub, stub, [(0, 33), (33, 53), (53, 70)], 1, 70), step)
         assert drawn.ids.device == device
-        assert drawn.ids.shape == (6,)
+        if what == "filters":
+            assert drawn.values.device == device
+            expected = layout(5, 2, params)
+            assert (drawn.ids.numel(), drawn.values.numel()) == (expected.num_ids, expected.num_values)
+        else:
+            assert drawn.ids.shape == (6,)
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("impl", ["streaming", *(KERNELS if DEVICE.type == "cpu" else ())])
 def test_a_failed_step_has_no_token(impl):
-    """A failed step has no token, whatever words it receives."""
+    """Nor a number, whatever words it receives."""
 
     class Failed(DryRun):
         def gather_logits(self, logits: Tensor, *_: Any) -> Tensor:
@@ -541,15 +570,26 @@ def test_a_failed_step_has_no_token(impl):
     generator = torch.Generator().manual_seed(1)
     ids, rows = torch.tensor([[5, 6], [7, 69], [1, 2]]), torch.arange(9).view(3, 3)
     drafted = DraftChains(ids, rows, torch.arange(6).view(3, 2), torch.rand(6, 70))
-    for params in (DEFAULT_PARAMS, SamplingParams(top_p=0.5), SamplingParams(top_k=3)):
-        step = flat(9, 70, params, drafted=drafted)
+    steps = [
+        flat(9, 70, params, drafted=drafted)
+        for params in (DEFAULT_PARAMS, SamplingParams(top_p=0.5), SamplingParams(top_k=3))
+    ]
+    if impl == "streaming":
+        numbers: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "logprob_ids": ids[:1].expand(9, 2)}
+        steps.append(flat(9, 70, SamplingParams(top_p=0.5, logsumexp=True, **numbers)))
+    for step in steps:
         transport: Any = Failed()
         states, weight = fit(impl, step.hidden_states), fit(impl, step.weight[:40])
         own = step._replace(hidden_states=states, weight=weight, vocab_size=40)
-        backend = BACKENDS[impl]
         for _ in range(3 if impl == "streaming" else 1):
-            drawn = filtered_sampling.draw(Part(transport, backend, [(0, 40), (40, 60), (60, 70)], 0, 70), own)
-            assert drawn.ids.tolist() == [-1] * 3 + [0] * 3
+            part = Part(transport, BACKENDS[impl], [(0, 40), (40, 60), (60, 70)], 0, 70)
+            drawn = filtered_sampling.draw(part, own)
+            if step.drafted is not None:
+                assert drawn.ids.tolist() == [-1] * 3 + [0] * 3
+            else:
+                assert drawn.values is not None
+                assert (drawn.ids == -1).all()
+                assert drawn.values.isnan().all()
 
 
 def test_ids_are_the_same_for_q_of_any_stride(ranks):
