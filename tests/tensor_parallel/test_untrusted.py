@@ -185,11 +185,12 @@ MEMBER = RankCapabilities(
 
 
 @pytest.mark.parametrize(
-    "record", [MEMBER, Failure("mismatch", 1, 3, ("seed",), "rank 0"), Failure("timeout", 0), Heartbeat(4, 3)], ids=repr
+    "record", [MEMBER, Failure("mismatch", 1, 3, ("seed",), '"ü"'), Failure("timeout", 0), Heartbeat(4, 3)], ids=repr
 )
 def test_every_field_of_a_record_is_checked(record):
     kind, text = type(record), record_to_json(record)
     assert record_from_json(kind, text) == record
+    assert text.isascii()
     fields = asdict(record)
     for name in fields:
         for wrong in (object, [1, [2]], {"a": [1]}, [None]):
