@@ -2,7 +2,6 @@
 in ``tests/tensor_parallel/test_filters.py``; with transports and processes the scenarios of
 ``tests/tensor_parallel/scenarios.py`` do it."""
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,10 +18,9 @@ from flashsampling.exchange_protocol import PACKED, Shard
 from flashsampling.inputs import DraftChains, SampleInputs
 from flashsampling.outputs import SampleResult, layout
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
-from flashsampling.speculative.drafts import DraftBatch, _odd_number
 from flashsampling.tensor_parallel import TensorParallel, filtered_sampling
 from flashsampling.tensor_parallel.filtered_sampling import Part
-from flashsampling.tensor_parallel.message import FIRST_PARAM, HEADER, Hashes
+from flashsampling.tensor_parallel.message import Hashes
 from flashsampling.tensor_parallel.p2p import PeerToPeer
 from flashsampling.tensor_parallel.transport import DryRun
 from tests.conftest import DEVICE
@@ -36,10 +34,8 @@ from tests.tensor_parallel.test_filters import (
     USUAL,
     Peer,
     Transport,
-    assert_named,
     cut,
     flat,
-    header,
     run,
     shared_memory,  # noqa: F401 (a fixture)
 )
@@ -330,134 +326,6 @@ def test_whatever_is_on_the_device(ranks):
         assert ((out.token_ids >= -1) & (out.token_ids < 70)).all()
         assert ((out.num_accepted >= 0) & (out.num_accepted <= 4)).all()
         assert torch.equal((out.token_ids >= 0).sum(1), out.num_emitted)
-
-
-# -- what ranks must agree on
-
-
-def test_what_differs_has_its_name():
-    """A difference in one entry is named; entries that belong to no draft do not count."""
-
-    def drafts_header(drafted: DraftChains | None) -> list[int]:
-        return header(flat(11, 70, DEFAULT_PARAMS, drafted=drafted))
-
-    ids = torch.tensor([[5, 6], [7, -1], [-1, -1], [1, 2]])
-    rows = torch.tensor([[0, 1, 2], [3, 4, 5], [5, 6, 7], [6, 7, 8]])
-    places = torch.tensor([[0, 1], [2, 5], [5, 6], [3, 4]])
-    q = torch.rand(7, 73, generator=torch.Generator().manual_seed(0))
-    usual = DraftChains(ids, rows, places, q)
-    others: list[tuple[DraftChains | None, tuple[str, ...]]] = [
-        (None, ("method", "draft_token_ids", "cu_draft_lengths", "draft_probs")),
-        (usual._replace(probs=None), ("draft_probs",)),
-        (usual._replace(token_ids=ids.masked_fill(ids == 6, 8)), ("draft_token_ids",)),
-        (usual._replace(rows=rows + torch.tensor([[0], [0], [1], [0]])), ("cu_draft_lengths",)),
-    ]
-    for place, column in ((0, 0), (1, 69), (2, 31), (3, 1), (4, 0)):
-        other = q.clone()
-        other[place, column] += 2.0**-20
-        others.append((usual._replace(probs=other), ("draft_probs",)))
-    headers = [drafts_header(usual)]
-    for drafted, differs in others:
-        headers.append(drafts_header(drafted))
-        assert_named(headers, differs)
-    certain = usual._replace(probs=None)
-    one_more = certain._replace(token_ids=torch.nn.functional.pad(ids, (0, 1)))  # a draft more: 0
-    assert drafts_header(one_more) != drafts_header(certain)
-    wide = q.clone()
-    wide[5:], wide[:, 70:] = math.nan, -1.0
-    assert drafts_header(usual._replace(probs=wide)) == headers[0]
-    for dtype in (torch.bfloat16, torch.float16):
-        narrow, other = q.to(dtype), q.to(dtype)
-        other[3, 69] += 0.25
-        a, b = (drafts_header(usual._replace(probs=probs)) for probs in (narrow, other))
-        assert a == drafts_header(usual._replace(probs=narrow.T.contiguous().T)) != b
-
-
-def test_a_header_is_plain_again():
-    """Whatever stood there before; and a draft hash is the word of the drafts."""
-    words, hashes = torch.zeros(HEADER, dtype=torch.int64), Hashes(16, torch.device("cpu"))
-    ids, rows = torch.zeros(4, 2).long(), torch.zeros(4, 3).long()
-    drafted = flat(11, 70, DEFAULT_PARAMS, drafted=DraftChains(ids, rows, ids, None))
-    for step in (flat(5, 70, SamplingParams(**USUAL)), flat(5, 70, SamplingParams(top_k=9)), drafted):
-        hashes.write(words, step)
-        assert words[FIRST_PARAM:].any()
-        assert words.tolist() == header(step)
-    hashes.clear(words)
-    hashes.write(words, flat(5, 70, DEFAULT_PARAMS))
-    assert words.tolist() == header(flat(5, 70, DEFAULT_PARAMS))
-    assert not words[FIRST_PARAM:].any()
-    for params in (DEFAULT_PARAMS, SamplingParams(top_k=5)):
-        headers = [header(flat(11, 70, params, draft_hash=torch.tensor(draft_hash))) for draft_hash in (5, 6)]
-        assert_named(headers, ("draft_token_ids",))
-
-
-def _hash(ids: Any, parents: Any = None, bounds: Any = None, n: int | None = None) -> int:
-    ids, parents, bounds = (None if given is None else torch.tensor(given) for given in (ids, parents, bounds))
-    batch = len(ids) if bounds is None else len(bounds) - 1
-    return int(DraftBatch(ids, parents, bounds, batch, ids.shape[1] if n is None else n).drafts().hash())
-
-
-def test_drafts_that_differ_have_another_hash():
-    """All chains of up to two drafts of two requests with ids from 0 to 4, and all trees of three drafts of two ids: a
-    sum that weighs a place by its number takes many of these for the same."""
-    of_one = [[-1, -1], *([first, second] for first in range(5) for second in range(-1, 5))]
-    assert len({_hash([one, other]) for one in of_one for other in of_one}) == len(of_one) ** 2
-    parents = [[-1, one, other] for one in (-1, 0) for other in (-1, 0, 1)]
-    ids = list(itertools.product((0, 1), repeat=3))
-    assert (
-        len({_hash([some], [before]) for some in ids for before in parents} | {_hash([some]) for some in ids}) == 8 * 7
-    )
-    assert _hash([[7, 8]], [[-1, 1]]) != _hash([[7, 8]], [[-1, -1]])  # a parent that is not before it, and none
-
-
-@pytest.mark.parametrize("size", [(1024, 1), (1, 1024), (128, 8)])
-def test_places_of_drafts_are_weighed_as_if_at_random(size):
-    """No two are as far apart as two others: else drafts that trade places have the same hash, as those of requests 2,
-    4, 6 and 8 had."""
-    places = (torch.arange(size[0])[:, None] << 32 | torch.arange(size[1])).flatten()
-    for numbers in map(_odd_number, (places, ~places)):
-        apart = (numbers[:, None] - numbers)[torch.ones(1024, 1024, dtype=torch.bool).triu(1)]
-        assert len(apart.unique()) == len(apart)
-    drafts, others = ([[9], [9], [one], [9], [two], [9], [two], [9], [one]] for one, two in ((5, 6), (6, 5)))
-    assert _hash(drafts) != _hash(others)
-
-
-def test_what_belongs_to_no_draft_has_no_hash():
-    drafts = [[5, 6, 7], [7, -1, -1], [-1, -1, -1], [1, 2, -1]]
-    expected = _hash(drafts)
-    assert _hash([[5, 6, 7], [7, -5, 9], [-1, 4, -1], [1, 2, -9]]) == expected
-    rooms = [5, 6, 7, 7, -1, 0, -1, 0, 0, 1, 2, -1]
-    assert _hash(rooms, bounds=[0, 3, 6, 9, 12], n=3) == expected
-    assert _hash([*rooms, 99], bounds=[0, 3, 6, 9, 12], n=3) == expected  # behind the last one's
-    parents = [[-1, 0, 1], [-1, 0, 1], [-1, 0, 1], [-1, 0, 1]]
-    others = [[-1, 0, 1], [-1, 7, -9], [5, 6, 7], [-1, 0, -1]]
-    assert _hash(drafts, parents) == _hash(drafts, others) != expected
-
-
-def test_room_for_drafts_is_part_of_their_hash():
-    """It says which row of hidden states is whose, and how wide the output is; and no hash is that of no drafts at all,
-    0."""
-    kinds: list[Any] = [([[-1] * n] * batch, None, n) for batch in range(1, 5) for n in range(1, 5)]
-    ragged = [bounds for bounds in itertools.product(range(4), repeat=3) if sorted(bounds) == list(bounds)]
-    kinds += [([-1] * 4, [0, *bounds], 7) for bounds in ragged]
-    kinds += [([-1] * 4, [0, *ragged[0]], 8)]
-    hashes = {_hash(ids, bounds=bounds, n=n) for ids, bounds, n in kinds}
-    assert len(hashes) == len(kinds)
-    assert 0 not in hashes
-
-
-def test_ids_that_no_token_has():
-    """Twice 2**62 more is nothing where two places' weights add up to a multiple of four; none of these is ever
-    accepted."""
-    numbers = _odd_number(torch.tensor([0, 1, 1 << 32, 1 << 32 | 1])).tolist()
-    first, second = next(pair for pair in itertools.combinations(range(4), 2) if sum(numbers[i] for i in pair) % 4 == 0)
-    drafts, others = [5, 6, 7, 8], [5, 6, 7, 8]
-    for place in first, second:
-        others[place] += 2**62
-    assert _hash([drafts[:2], drafts[2:]]) != _hash([others[:2], others[2:]])
-    ids = [[2**31 - 1, 3]], [[2**31, 3]], [[2**63 - 1, 3]]
-    assert len(set(map(_hash, ids))) == 1
-    assert _hash([[2**31 - 2, 3]]) != _hash(ids[0])
 
 
 def test_p2p_compares_what_its_kernels_do_not_know(monkeypatch):

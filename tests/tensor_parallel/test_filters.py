@@ -21,7 +21,7 @@ from flashsampling.outputs import SampleResult
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from flashsampling.tensor_parallel import filtered_sampling
 from flashsampling.tensor_parallel.filtered_sampling import Part
-from flashsampling.tensor_parallel.message import HEADER, Hashes, difference
+from flashsampling.tensor_parallel.message import Hashes
 from flashsampling.tensor_parallel.p2p import PeerToPeer
 from flashsampling.tensor_parallel.transport import Collectives
 from tests.conftest import DEVICE
@@ -277,9 +277,6 @@ def test_how_many_messages():
         assert run(flat(4, 200, SamplingParams(top_k=5)), [(0, 50), (50, 200)], room=room)[1] == messages, room
 
 
-# -- what ranks must agree on
-
-
 USUAL: dict[str, Any] = {
     "logit_scale": 2.0,
     "soft_cap": 30.0,
@@ -299,74 +296,6 @@ USUAL: dict[str, Any] = {
     "logprob_ids": torch.randint(0, 70, (5, 4)),
     "logsumexp": True,
 }
-
-
-def header(step: SampleInputs) -> list[int]:
-    """Words that a step's parameters have in a message."""
-    words = torch.zeros(HEADER + 2, dtype=torch.int64)
-    Hashes(16, torch.device("cpu")).write(words, step)
-    return words[:HEADER].tolist()
-
-
-def params_header(params: SamplingParams) -> list[int]:
-    return header(flat(5, 70, params))
-
-
-def assert_named(headers: list[list[int]], names: tuple[str, ...]) -> None:
-    """The last header differs from the first in what has these names, and from all others."""
-    failure = difference([headers[0], headers[-1], headers[0]])
-    assert failure is not None
-    assert (failure.rank, failure.differs) == (1, names)
-    assert headers[-1] not in headers[:-1]
-
-
-@pytest.mark.parametrize("name", USUAL)
-def test_what_differs_has_its_name(name):
-    """Left out, changed in a single place, and a list that is longer by a zero: ranks would send other shapes."""
-    usual, value = SamplingParams(**USUAL), USUAL[name]
-    others: list[Any] = [getattr(DEFAULT_PARAMS, name)]
-    if isinstance(value, Tensor):
-        for place in (0, 1, value.numel() - 1):
-            changed = value.clone()
-            changed.view(-1)[place] += 2.0**-20 if value.is_floating_point() else 1
-            others.append(changed)
-        if name in ("bias_ids", "bias_values", "logprob_ids"):
-            others.append(torch.nn.functional.pad(value, (0, 1)))
-    elif not isinstance(value, bool):
-        others.append(value + 1)
-    public = {"logprobs": "return_logprobs", "logsumexp": "return_logsumexp"}
-    public |= dict.fromkeys(("dense_bias", "bias_ids", "bias_values"), "logit_bias")
-    headers = [params_header(usual)]
-    for other in others:
-        headers.append(params_header(usual._replace(**{name: other})))
-        assert_named(headers, (public.get(name, name),))
-
-
-def test_what_does_not_differ():
-    """Numbers for values of all rows, bits and columns that are no token's, memory in another order."""
-    usual = SamplingParams(**USUAL)
-    wide = torch.cat([USUAL["token_mask"], torch.ones(5, 2, dtype=torch.int32)], dim=1)
-    wide[:, 2] ^= 1 << 6  # token 70
-    for name, values in (
-        ("min_p", torch.full((5,), 0.5)),
-        ("frequency_penalty", torch.full((5,), 0.25)),
-        ("token_mask", wide),
-        ("dense_bias", torch.cat([USUAL["dense_bias"], torch.ones(3)])),
-        ("bias_ids", USUAL["bias_ids"].T.contiguous().T),
-    ):
-        assert params_header(usual._replace(**{name: values})) == params_header(usual), name
-    for params, same in (
-        ({"top_k": 900}, {"top_k": torch.full((5,), 900)}),
-        ({"top_k": 900}, {"top_k": torch.full((5,), 900, dtype=torch.int32)}),
-        ({"top_k": 9}, {"top_k": torch.full((5,), 9)}),
-        ({"presence_penalty": -torch.zeros(5)}, {"presence_penalty": torch.zeros(5)}),
-    ):
-        assert params_header(SamplingParams(**params)) == params_header(SamplingParams(**same)), params
-    given = [
-        params_header(SamplingParams(counts=counts, bias=torch.randn(9)))
-        for counts in torch.ones(2, 5, 70, dtype=torch.int32)
-    ]
-    assert given[0] == given[1] != params_header(DEFAULT_PARAMS)  # a rank reads its shard's
 
 
 def test_ranks_compare_all_of_a_request_whatever_their_shards_are():
@@ -392,17 +321,3 @@ def test_ranks_compare_all_of_a_request_whatever_their_shards_are():
     ):
         assert hash_of(0, params) == hash_of(1, params)
         assert len({hash_of(rank, one) for rank in (0, 1) for one in (params, other)}) == 2
-
-
-def test_shards_of_a_vocabulary_wider_than_the_hash_s_factors():
-    """Every word counts, wherever it stands."""
-    hashes = Hashes(2, torch.device("cpu"))
-    mask = torch.zeros(1, 20_000, dtype=torch.int32)
-    seen = set()
-    for place in (None, 0, 8191, 8192, 16_384, 19_999):
-        words = mask.clone()
-        if place is not None:
-            words[0, place] = 1
-        step = flat(1, 640_000, SamplingParams(token_mask=words))
-        seen.add(int(hashes.of_request(step)))
-    assert len(seen) == 6
