@@ -54,8 +54,7 @@ class Hashes:
     """Hashes parameters of up to ``max_rows`` rows: tensors on their device, numbers on the host."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        factors = odd_factors(2 * max_rows)
-        along = odd_factors(_COLUMNS)
+        factors, along = odd_factors(2 * max_rows), odd_factors(_COLUMNS)
         self.factors = factors.to(device)  # for the halves of rows
         self.along = along.to(device)  # for the columns of a row, or for fields
         self.of_fields: dict[int, int] = dict(enumerate(along[: HEADER - FIRST_PARAM].tolist(), FIRST_PARAM))
@@ -105,8 +104,7 @@ class Hashes:
         for name in step.params.names():
             field, value = _PARAM_WORDS[name], getattr(step.params, name)
             if not isinstance(value, Tensor):
-                hashed = self._of_number(value, step.hidden_states.shape[0])
-                yield field, hashed, None
+                yield field, self._of_number(value, step.hidden_states.shape[0]), None
             elif name in RANK_LOCAL_FIELDS:
                 yield field, 1, None
             else:
@@ -129,9 +127,10 @@ class Hashes:
 
     def _of_number(self, value: float, batch: int) -> int:
         """Returns the hash of a number in every row."""
-        low, high = temperature_bits(value) if isinstance(value, float) else _signed(int(value), 32), 0
-        if not isinstance(value, float):
-            high = _signed(int(value) >> 32, 32)
+        if isinstance(value, float):
+            low, high = temperature_bits(value), 0
+        else:
+            low, high = _signed(int(value), 32), _signed(int(value) >> 32, 32)
         return _signed(low * self._sums[0][batch] + high * self._sums[1][batch] + 1, 64)
 
     def _of_tensor(self, value: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 in ``tests/tensor_parallel/test_filters.py``; with transports and processes the scenarios of
 ``tests/tensor_parallel/scenarios.py`` do it."""
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,12 +16,11 @@ from flashsampling import VerifyOutput, noise, ops, sample, verify
 from flashsampling.backends import BACKENDS
 from flashsampling.exchange_protocol import PACKED, Shard
 from flashsampling.inputs import DraftChains, SampleInputs
-from flashsampling.outputs import SampleResult
+from flashsampling.outputs import SampleResult, layout
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
-from flashsampling.speculative.drafts import DraftBatch, _odd_number
 from flashsampling.tensor_parallel import TensorParallel, filtered_sampling
 from flashsampling.tensor_parallel.filtered_sampling import Part
-from flashsampling.tensor_parallel.message import HEADER, Hashes, difference
+from flashsampling.tensor_parallel.message import Hashes
 from flashsampling.tensor_parallel.p2p import PeerToPeer
 from flashsampling.tensor_parallel.transport import DryRun
 from tests.conftest import DEVICE
@@ -32,7 +30,15 @@ from tests.speculative.drafting import DraftChains as Problem
 from tests.speculative.drafting import make_drafted, sure_of
 from tests.speculative.test_verify import differences
 from tests.speculative.test_verify_distribution import binomial
-from tests.tensor_parallel.test_filters import Peer, Stub, Transport, cut, flat, run, shared_memory  # noqa: F401 (a fixture)
+from tests.tensor_parallel.test_filters import (
+    USUAL,
+    Peer,
+    Transport,
+    cut,
+    flat,
+    run,
+    shared_memory,  # noqa: F401 (a fixture)
+)
 
 Ranges = list[tuple[int, int]]
 REJECT: dict[str, Any] = {"method": "rejection"}
@@ -80,22 +86,29 @@ def rows_of(rows: Tensor, *outs: VerifyOutput) -> Iterator[VerifyOutput]:
         yield VerifyOutput(*(None if part is None else part[rows] for part in vars(out).values()))
 
 
-def check(problems: int, first_seed: int, ranks: Any) -> None:
-    """The oracle's output, but of requests where a last bit of p decides; both layouts, messages of any size."""
+def assert_oracle(problem: Problem, ours: VerifyOutput) -> tuple[VerifyOutput, Tensor]:
+    """Ours is the oracle's output, but of requests where a last bit of p decides. Returns that, and which are sure."""
+    expected = problem.verify("rejection", impl="reference")
+    sure = sure_of(problem, expected)
+    assert not differences(*rows_of(sure, ours, expected)), (problem, ours, expected, sure)
+    return expected, sure
+
+
+@pytest.mark.parametrize("problems", [40, pytest.param(600, marks=pytest.mark.slow)])
+def test_any_cut_is_the_oracle_s(problems, ranks):
+    """In both layouts, by messages of any size."""
     requests, unsure, accepted, refused, seen, cuts, failed = 0, 0, 0, 0, set(), set(), 0
-    for seed in range(first_seed, first_seed + problems):
+    for seed in range(10**6, 10**6 + problems):
         random = Mix(seed).random
         sizes = (random.randrange(1, 7), random.randrange(5), random.choice((2, 5, 33, 130, 300))) if seed % 3 else None
         problem = make_drafted(seed, "rejection", head=True, sizes=sizes)
         assert problem.weight is not None
         if seed % 4:  # flat: more drafts are refused, by a token that is not sure
             problem = replace(problem, weight=problem.weight / 8)
-        expected = problem.verify("rejection", impl="reference")
         ranges = cut(Mix(seed), problem.step.vocab_size)
         transport = random.choice((Transport, Peer))
         ours = of_ranks(problem, ranks, ranges, flat=seed % 2 == 0, room=random.choice((64, 4096)), transport=transport)
-        sure = sure_of(problem, expected)
-        assert not differences(*rows_of(sure, ours, expected)), (seed, ours, expected, sure)
+        expected, sure = assert_oracle(problem, ours)
         requests, unsure = requests + len(sure), unsure + int((~sure).sum())
         accepted += int(expected.num_accepted.sum())
         refused += int((expected.num_accepted < torch.tensor(problem.lengths))[sure].sum())
@@ -110,29 +123,16 @@ def check(problems: int, first_seed: int, ranks: Any) -> None:
     assert cuts >= {(2, False), (3, False), (4, False), (3, True)}
 
 
-def test_any_cut_is_the_oracle_s(ranks):
-    check(40, 10**6, ranks)
-
-
-@pytest.mark.slow
-def test_any_cut_is_the_oracle_s_of_many(ranks):
-    check(600, 2 * 10**6, ranks)
-
-
 @pytest.mark.parametrize("wanted", [(), ("top_k",), ("top_p", "min_p"), ("token_mask",)])
 def test_recovered_tokens(wanted, ranks):
     """Rows keep many tokens, at temperatures above and below 1."""
     problem = make_drafted(4 * 10**6, "rejection", head=True, poisoned=False, sizes=(60, 2, 130), wanted=wanted)
     assert problem.weight is not None
-    temperature = torch.linspace(0.4, 1.6, 60)
-    step = problem.step._replace(temperature=temperature)
+    step = problem.step._replace(temperature=torch.linspace(0.4, 1.6, 60))
     problem = replace(problem, step=step, weight=problem.weight / 16, ids=(problem.ids + 1).clamp(max=129))
     if not wanted:
         problem = replace(problem, probs=torch.softmax(torch.randn(60, 2, 130), dim=2))
-    expected = problem.verify("rejection", impl="reference")
-    sure = sure_of(problem, expected)
-    ours = of_ranks(problem, ranks, [(70, 130), (0, 45), (45, 70)])
-    assert not differences(*rows_of(sure, ours, expected))
+    expected, sure = assert_oracle(problem, of_ranks(problem, ranks, [(70, 130), (0, 45), (45, 70)]))
     assert sure.sum() >= 50
     refused = (expected.num_accepted < torch.tensor(problem.lengths)) & sure
     assert refused.sum() >= 15
@@ -148,16 +148,12 @@ def test_kernels_do_it_too(impl, ranks):
     pytest.importorskip("triton")
     requests = accepted = 0
     for seed in (1, 2, 5):
-        problem = make_drafted(
-            seed + 10**7, "rejection", head=True, poisoned=False, sizes=(2, 2, 150), wanted=("top_k",)
-        )
+        kind: dict[str, Any] = {"poisoned": False, "sizes": (2, 2, 150), "wanted": ("top_k",)}
+        problem = make_drafted(seed + 10**7, "rejection", head=True, **kind)
         assert problem.weight is not None
         states = fit(impl, problem.states.flatten(0, 1)).unflatten(0, problem.states.shape[:2])
         problem = replace(problem, states=states, weight=fit(impl, problem.weight))
-        expected = problem.verify("rejection", impl="reference")
-        sure = sure_of(problem, expected)
-        ours = of_ranks(problem, ranks, [(0, 70), (70, 150)], impl=impl)
-        assert not differences(*rows_of(sure, ours, expected)), (seed, ours, expected)
+        expected, sure = assert_oracle(problem, of_ranks(problem, ranks, [(0, 70), (70, 150)], impl=impl))
         requests, accepted = requests + int(sure.sum()), accepted + int(expected.num_accepted.sum())
     assert requests >= 4
     assert accepted >= 2
@@ -332,143 +328,6 @@ def test_whatever_is_on_the_device(ranks):
         assert torch.equal((out.token_ids >= 0).sum(1), out.num_emitted)
 
 
-# -- what ranks must agree on
-
-
-def _header(drafted: DraftChains | None) -> list[int]:
-    header = torch.zeros(HEADER + 2, dtype=torch.int64)
-    Hashes(16, torch.device("cpu")).write(header, flat(11, 70, DEFAULT_PARAMS, drafted=drafted))
-    return header[:HEADER].tolist()
-
-
-def test_what_differs_has_its_name():
-    """A difference in one entry is named; entries that belong to no draft do not count."""
-    ids = torch.tensor([[5, 6], [7, -1], [-1, -1], [1, 2]])
-    rows, places = (
-        torch.tensor([[0, 1, 2], [3, 4, 5], [5, 6, 7], [6, 7, 8]]),
-        torch.tensor([[0, 1], [2, 5], [5, 6], [3, 4]]),
-    )
-    q = torch.rand(7, 73, generator=torch.Generator().manual_seed(0))
-    usual = DraftChains(ids, rows, places, q)
-    others: list[tuple[DraftChains | None, tuple[str, ...]]] = [
-        (None, ("method", "draft_token_ids", "cu_draft_lengths", "draft_probs")),
-        (usual._replace(probs=None), ("draft_probs",)),
-        (usual._replace(token_ids=ids.masked_fill(ids == 6, 8)), ("draft_token_ids",)),
-        (usual._replace(rows=rows + torch.tensor([[0], [0], [1], [0]])), ("cu_draft_lengths",)),
-    ]
-    for place, column in ((0, 0), (1, 69), (2, 31), (3, 1), (4, 0)):
-        other = q.clone()
-        other[place, column] += 2.0**-20
-        others.append((usual._replace(probs=other), ("draft_probs",)))
-    headers = [_header(usual)]
-    for other_, differs in others:
-        headers.append(_header(other_))
-        failure = difference([headers[0], headers[-1], headers[0]])
-        assert failure is not None
-        assert (failure.rank, failure.differs) == (1, differs)
-    assert len({tuple(header) for header in headers}) == len(headers)
-    certain = usual._replace(probs=None)
-    assert _header(certain._replace(token_ids=torch.nn.functional.pad(ids, (0, 1)))) != _header(
-        certain
-    )  # a draft more: 0
-    wide = q.clone()
-    wide[5:], wide[:, 70:] = math.nan, -1.0
-    assert _header(usual._replace(probs=wide)) == headers[0]
-    for dtype in (torch.bfloat16, torch.float16):
-        narrow, other = q.to(dtype), q.to(dtype)
-        other[3, 69] += 0.25
-        a, b = (_header(usual._replace(probs=probs)) for probs in (narrow, other))
-        assert a == _header(usual._replace(probs=narrow.T.contiguous().T)) != b
-
-
-def test_a_header_is_plain_again():
-    header, hashes = torch.zeros(HEADER, dtype=torch.int64), Hashes(16, torch.device("cpu"))
-    plain = header.clone()
-    hashes.write(plain, flat(11, 70, DEFAULT_PARAMS))
-    ids, rows = torch.zeros(4, 2).long(), torch.zeros(4, 3).long()
-    hashes.write(header, flat(11, 70, DEFAULT_PARAMS, drafted=DraftChains(ids, rows, ids, None)))
-    assert not torch.equal(header, plain)
-    hashes.clear(header)
-    hashes.write(header, flat(11, 70, DEFAULT_PARAMS))
-    assert torch.equal(header, plain)
-    for params in (DEFAULT_PARAMS, SamplingParams(top_k=5)):
-        headers = [header.clone() for _ in range(2)]
-        for one, draft_hash in zip(headers, (5, 6)):
-            hashes.write(one, flat(11, 70, params)._replace(draft_hash=torch.tensor(draft_hash)))
-        failure = difference([one.tolist() for one in headers])
-        assert failure is not None
-        assert failure.differs == ("draft_token_ids",)
-
-
-def _hash(ids: Any, parents: Any = None, bounds: Any = None, n: int | None = None) -> int:
-    ids, parents, bounds = (None if given is None else torch.tensor(given) for given in (ids, parents, bounds))
-    batch = len(ids) if bounds is None else len(bounds) - 1
-    return int(DraftBatch(ids, parents, bounds, batch, ids.shape[1] if n is None else n).drafts().hash())
-
-
-def test_drafts_that_differ_have_another_hash():
-    """All chains of up to two drafts of two requests with ids from 0 to 4, and all trees of three drafts of two ids: a
-    sum that weighs a place by its number takes many of these for the same."""
-    of_one = [[-1, -1], *([first, second] for first in range(5) for second in range(-1, 5))]
-    assert len({_hash([one, other]) for one in of_one for other in of_one}) == len(of_one) ** 2
-    parents = [[-1, one, other] for one in (-1, 0) for other in (-1, 0, 1)]
-    ids = list(itertools.product((0, 1), repeat=3))
-    assert (
-        len({_hash([some], [before]) for some in ids for before in parents} | {_hash([some]) for some in ids}) == 8 * 7
-    )
-    assert _hash([[7, 8]], [[-1, 1]]) != _hash([[7, 8]], [[-1, -1]])  # a parent that is not before it, and none
-
-
-@pytest.mark.parametrize("size", [(1024, 1), (1, 1024), (128, 8)])
-def test_places_of_drafts_are_weighed_as_if_at_random(size):
-    """No two are as far apart as two others: else drafts that trade places have the same hash, as those of requests 2,
-    4, 6 and 8 had."""
-    places = (torch.arange(size[0])[:, None] << 32 | torch.arange(size[1])).flatten()
-    for numbers in map(_odd_number, (places, ~places)):
-        apart = (numbers[:, None] - numbers)[torch.ones(1024, 1024, dtype=torch.bool).triu(1)]
-        assert len(apart.unique()) == len(apart)
-    drafts, others = ([[9], [9], [one], [9], [two], [9], [two], [9], [one]] for one, two in ((5, 6), (6, 5)))
-    assert _hash(drafts) != _hash(others)
-
-
-def test_what_belongs_to_no_draft_has_no_hash():
-    drafts = [[5, 6, 7], [7, -1, -1], [-1, -1, -1], [1, 2, -1]]
-    expected = _hash(drafts)
-    assert _hash([[5, 6, 7], [7, -5, 9], [-1, 4, -1], [1, 2, -9]]) == expected
-    rooms = [5, 6, 7, 7, -1, 0, -1, 0, 0, 1, 2, -1]
-    assert _hash(rooms, bounds=[0, 3, 6, 9, 12], n=3) == expected
-    assert _hash([*rooms, 99], bounds=[0, 3, 6, 9, 12], n=3) == expected  # behind the last one's
-    parents = [[-1, 0, 1], [-1, 0, 1], [-1, 0, 1], [-1, 0, 1]]
-    others = [[-1, 0, 1], [-1, 7, -9], [5, 6, 7], [-1, 0, -1]]
-    assert _hash(drafts, parents) == _hash(drafts, others) != expected
-
-
-def test_room_for_drafts_is_part_of_their_hash():
-    """It says which row of hidden states is whose, and how wide the output is; and no hash is that of no drafts at all,
-    0."""
-    kinds: list[Any] = [([[-1] * n] * batch, None, n) for batch in range(1, 5) for n in range(1, 5)]
-    ragged = [bounds for bounds in itertools.product(range(4), repeat=3) if sorted(bounds) == list(bounds)]
-    kinds += [([-1] * 4, [0, *bounds], 7) for bounds in ragged]
-    kinds += [([-1] * 4, [0, *ragged[0]], 8)]
-    hashes = {_hash(ids, bounds=bounds, n=n) for ids, bounds, n in kinds}
-    assert len(hashes) == len(kinds)
-    assert 0 not in hashes
-
-
-def test_ids_that_no_token_has():
-    """Twice 2**62 more is nothing where two places' weights add up to a multiple of four; none of these is ever
-    accepted."""
-    numbers = _odd_number(torch.tensor([0, 1, 1 << 32, 1 << 32 | 1])).tolist()
-    first, second = next(pair for pair in itertools.combinations(range(4), 2) if sum(numbers[i] for i in pair) % 4 == 0)
-    drafts, others = [5, 6, 7, 8], [5, 6, 7, 8]
-    for place in first, second:
-        others[place] += 2**62
-    assert _hash([drafts[:2], drafts[2:]]) != _hash([others[:2], others[2:]])
-    ids = [[2**31 - 1, 3]], [[2**31, 3]], [[2**63 - 1, 3]]
-    assert len(set(map(_hash, ids))) == 1
-    assert _hash([[2**31 - 2, 3]]) != _hash(ids[0])
-
-
 def test_p2p_compares_what_its_kernels_do_not_know(monkeypatch):
     """A step before the kernel's compares the rest and fails if ranks differ; the kernel finds the failure in
     memory."""
@@ -502,30 +361,68 @@ def test_p2p_compares_what_its_kernels_do_not_know(monkeypatch):
 # -- on a GPU, without one
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_nothing_is_read_on_the_host_and_all_is_on_the_device(given):
-    """Runs on tensors without values: a CUDA graph could hold neither a read nor a host tensor."""
+class Stub(DryRun):
+    """A transport and a backend of tensors without values."""
+
+    records, for_logits = False, property(lambda self: self)
+
+    def __init__(self, hashes: Hashes) -> None:
+        self.hashes = hashes
+
+    def begin(self, step: SampleInputs) -> None:
+        self.hashes.of_request(step)
+
+    def end(self, error: BaseException | None = None) -> Tensor:  # type: ignore[override]
+        return torch.zeros((), dtype=torch.bool, device="meta")
+
+    def shard_logits(self, step: SampleInputs) -> Tensor:
+        return torch.randn(len(step.hidden_states), step.vocab_size, device="meta")
+
+    def run(self, step: SampleInputs) -> SampleResult:
+        assert step.logits is not None
+        assert step.logits.shape == (len(step.hidden_states), 70)
+        sizes = layout(len(step.logits), step.num_samples, step.params)
+        return SampleResult(
+            torch.ones(sizes.num_ids, dtype=torch.int64, device="meta"), torch.ones(sizes.num_values, device="meta")
+        )
+
+
+@pytest.mark.parametrize("what", ["filters", "certain drafts", "drafts with q"])
+def test_nothing_is_read_on_the_host_and_all_is_on_the_device(what):
+    """Tensors without values raise if a value is read or two devices meet. A CUDA graph could hold neither."""
     hashes: Any = Hashes(16, torch.device("cpu"))
     with FakeTensorMode():
-        device = torch.device("meta")
-        hashes.factors, hashes.along = (torch.ones(count, dtype=torch.int64, device=device) for count in (32, 8192))
-        states, weight = torch.randn(9, 8, device=device), torch.randn(20, 8, device=device)
-        rows = (torch.ones(9, device=device), torch.arange(9, device=device), torch.arange(9, device=device))
-        ids = torch.ones(3, 2, dtype=torch.int64, device=device)
-        probs = torch.ones(6, 70, device=device) if given else None
-        drafted = DraftChains(ids, torch.ones(3, 3, dtype=torch.int64, device=device), ids, probs)
-        params = SamplingParams(top_p=torch.ones(9, device=device), top_k=torch.arange(9, device=device))
-        step = SampleInputs(states, weight, *rows, 1, 20, Shard(33, PACKED), params, drafted=drafted)
+        device, batch = torch.device("meta"), 5 if what == "filters" else 9
+
+        def moved(value: Any) -> Any:
+            return torch.empty(value.shape, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
+
+        hashes.factors, hashes.along = moved(hashes.factors), moved(hashes.along)
+        rows = map(moved, (torch.ones(batch), torch.arange(batch), torch.arange(batch)))
+        step = SampleInputs(moved(torch.ones(batch, 8)), moved(torch.ones(20, 8)), *rows, 1, 20, Shard(33, PACKED))
+        if what == "filters":
+            params = SamplingParams(**USUAL, bias=torch.ones(20), counts=torch.ones(5, 70, dtype=torch.int32))
+            step = step._replace(num_samples=2)
+        else:
+            ids, probs = torch.ones(3, 2).long(), torch.ones(6, 70) if what == "drafts with q" else None
+            step = step._replace(drafted=DraftChains(*map(moved, (ids, torch.ones(3, 3).long(), ids, probs))))
+            params = SamplingParams(top_p=torch.ones(9), top_k=torch.arange(9))
+        step = step._replace(params=SamplingParams(*map(moved, params)))
         stub: Any = Stub(hashes)
         drawn = filtered_sampling.draw(Part(stub, stub, [(0, 33), (33, 53), (53, 70)], 1, 70), step)
         assert drawn.ids.device == device
-        assert drawn.ids.shape == (6,)
+        if what == "filters":
+            assert drawn.values.device == device
+            expected = layout(5, 2, params)
+            assert (drawn.ids.numel(), drawn.values.numel()) == (expected.num_ids, expected.num_values)
+        else:
+            assert drawn.ids.shape == (6,)
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("impl", ["streaming", *(KERNELS if DEVICE.type == "cpu" else ())])
 def test_a_failed_step_has_no_token(impl):
-    """A failed step has no token, whatever words it receives."""
+    """Nor a number, whatever words it receives."""
 
     class Failed(DryRun):
         def gather_logits(self, logits: Tensor, *_: Any) -> Tensor:
@@ -541,15 +438,26 @@ def test_a_failed_step_has_no_token(impl):
     generator = torch.Generator().manual_seed(1)
     ids, rows = torch.tensor([[5, 6], [7, 69], [1, 2]]), torch.arange(9).view(3, 3)
     drafted = DraftChains(ids, rows, torch.arange(6).view(3, 2), torch.rand(6, 70))
-    for params in (DEFAULT_PARAMS, SamplingParams(top_p=0.5), SamplingParams(top_k=3)):
-        step = flat(9, 70, params, drafted=drafted)
+    steps = [
+        flat(9, 70, params, drafted=drafted)
+        for params in (DEFAULT_PARAMS, SamplingParams(top_p=0.5), SamplingParams(top_k=3))
+    ]
+    if impl == "streaming":
+        numbers: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "logprob_ids": ids[:1].expand(9, 2)}
+        steps.append(flat(9, 70, SamplingParams(top_p=0.5, logsumexp=True, **numbers)))
+    for step in steps:
         transport: Any = Failed()
         states, weight = fit(impl, step.hidden_states), fit(impl, step.weight[:40])
         own = step._replace(hidden_states=states, weight=weight, vocab_size=40)
-        backend = BACKENDS[impl]
         for _ in range(3 if impl == "streaming" else 1):
-            drawn = filtered_sampling.draw(Part(transport, backend, [(0, 40), (40, 60), (60, 70)], 0, 70), own)
-            assert drawn.ids.tolist() == [-1] * 3 + [0] * 3
+            part = Part(transport, BACKENDS[impl], [(0, 40), (40, 60), (60, 70)], 0, 70)
+            drawn = filtered_sampling.draw(part, own)
+            if step.drafted is not None:
+                assert drawn.ids.tolist() == [-1] * 3 + [0] * 3
+            else:
+                assert drawn.values is not None
+                assert (drawn.ids == -1).all()
+                assert drawn.values.isnan().all()
 
 
 def test_ids_are_the_same_for_q_of_any_stride(ranks):

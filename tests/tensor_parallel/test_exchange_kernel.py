@@ -54,6 +54,12 @@ class Ranks:
             )
         self.streams = [torch.cuda.Stream() for _ in range(self.size)] if ON_GPU else []
 
+    @property
+    def slots(self) -> Tensor:
+        """Of whom, buffer, from whom, row, word."""
+        first = exchange_protocol.first_slot(self.capacity)
+        return self.shared[:, first:].view(self.size, 2, self.size, -1, 2)
+
     def stream(self, rank: int) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(self.streams[rank]) if ON_GPU else contextlib.nullcontext()
 
@@ -149,20 +155,8 @@ def impl(request):
 def test_ranks_draw_the_whole_vocabulary_s_tokens(impl, size):
     """One row to two blocks of them, one draw to three. Every slot is empty after it."""
     ranks = Ranks(impl, size, 1000)
-    shapes = [
-        (1, 1),
-        (5, 1),
-        (30, 1),
-        (5, 3),
-        (1, 1),
-        (40, 1),
-        (70, 1),
-        (130, 1),
-        (256, 1),
-        (330, 1),
-        (256, 3),
-        (130, 3),
-    ]
+    shapes = [(1, 1), (5, 1), (30, 1), (5, 3), (256, 3), (130, 3)]
+    shapes += [(batch, 1) for batch in (1, 40, 70, 130, 256, 330)]
     if not ON_GPU:  # a kernel for every width
         shapes = [(1, 1), (5, 1), (15, 1), (5, 3), (1, 1), (256, 1), (500, 1), (8, 3)]
     for step, (batch, num_samples) in enumerate(shapes):
@@ -264,9 +258,6 @@ def messages(problem: Problem, winners: Tensor, number: int) -> tuple[Tensor, Te
 def test_a_rank_among_messages_that_are_there(impl, size, batch, num_samples):
     """Words as the protocol has them, for any rank and more of them than a warp has lanes; what it sends is as well."""
     ranks = Ranks(impl, size, batch * num_samples + 1)
-    slots = ranks.shared[:, exchange_protocol.first_slot(ranks.capacity) :].view(
-        size, 2, size, -1, 2
-    )  # of whom, buffer, from whom, row, word
     problem = batch_shape(batch, num_samples)
     edges = [problem.vocab * i // size for i in range(size + 1)]
     winners = [problem.winners(impl, first, last) for first, last in itertools.pairwise(edges)]
@@ -278,14 +269,14 @@ def test_a_rank_among_messages_that_are_there(impl, size, batch, num_samples):
         reported = [messages(problem, winner, (launches + skipped_calls) % 2**32) for winner in winners]
         for peer in range(size):
             if peer != rank:
-                slots[rank, launches % 2, peer, :n] = reported[peer][0]
+                ranks.slots[rank, launches % 2, peer, :n] = reported[peer][0]
         tokens = ranks.draw({rank: problem}, {rank: skipped_calls})[rank]
         assert torch.equal(tokens, expected)
         assert torch.equal(ranks.shared[rank, exchange_protocol.SHARED_DETAILS :][:n], reported[rank][1])
         for peer in range(size):
-            got = slots[peer, launches % 2, rank, :n]
+            got = ranks.slots[peer, launches % 2, rank, :n]
             assert torch.equal(got, reported[rank][0] if peer != rank else torch.zeros_like(got))
-            slots[peer, launches % 2, rank, :n] = 0
+            got.zero_()
         ranks.assert_empty()
     # the last row of the last rank is of another step, or missing: nothing is drawn, and that rank is to blame
     for number, verdict in (
@@ -293,13 +284,11 @@ def test_a_rank_among_messages_that_are_there(impl, size, batch, num_samples):
         (None, Verdict(LATE, size - 1, 0, step=2)),
     ):
         ranks = Ranks(impl, size, batch * num_samples + 1, seconds=SECONDS if number else 0.2)
-        slots = ranks.shared[:, exchange_protocol.first_slot(ranks.capacity) :].view(size, 2, size, -1, 2)
         ranks.tables[0, exchange_protocol.TABLE_STEPS] = 2
         for peer in range(1, size):
-            slots[0, 0, peer, :n], ranks.shared[peer, exchange_protocol.SHARED_DETAILS :][:n] = messages(
-                problem, winners[peer], 2
-            )
-        slots[0, 0, size - 1, n - 1] = 0 if number is None else messages(problem, winners[-1], number)[0][-1]
+            sent, details = messages(problem, winners[peer], 2)
+            ranks.slots[0, 0, peer, :n], ranks.shared[peer, exchange_protocol.SHARED_DETAILS :][:n] = sent, details
+        ranks.slots[0, 0, size - 1, n - 1] = 0 if number is None else messages(problem, winners[-1], number)[0][-1]
         assert (ranks.draw({0: problem})[0] == -1).all()
         assert ranks.verdict([0]) == verdict
         assert (ranks.shared[:, exchange_protocol.SHARED_FAILURE] == verdict.word()).all()

@@ -42,35 +42,54 @@ def _box() -> socket.socket:
     return box
 
 
-def open_files() -> int:
+def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.fixture
+def files():
+    """Makes the files of so many ranks. No other one is open in the end."""
+    before = []
+
+    def make(ranks: int) -> list[File]:
+        made = [File(rank) for rank in range(ranks)]
+        before.append(_open_files())
+        return made
+
+    yield make
+    assert [_open_files()] == before
+
+
+def _received(meet, file) -> dict[int, str]:
+    """Returns what the peers' memory holds, by rank."""
+    descriptors = exchange_file_descriptors(file.exported, meet, 20.0)
+    reported = {rank: os.pread(descriptor, 100, 0).decode() for rank, descriptor in descriptors.items()}
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+    return reported
+
+
+def _refused(meet, exported, seconds: float, message: str) -> Exception:
+    """The exchange raises, and the rank says so, as who calls it does. Returns what all ranks raise."""
+    with pytest.raises(RuntimeError, match=message) as error:
+        exchange_file_descriptors(exported, meet, seconds)
+    return meet.fail("mapping peers' memory", error.value)
+
+
 @pytest.mark.parametrize("size", [2, 3, 8, 24])  # 24: a Unix socket's queue holds 10, all send before they receive
-def test_everybody_has_everybody_else_s(size):
-    files = [File(rank) for rank in range(size)]
-    before = open_files()
-
-    def work(meet):
-        descriptors = exchange_file_descriptors(files[meet.rank].exported, meet, 20.0)
-        reported = {rank: os.pread(descriptor, 100, 0).decode() for rank, descriptor in descriptors.items()}
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-        return reported
-
-    for rank, reported in enumerate(_ranks(size, work)):
+def test_everybody_has_everybody_else_s(size, files):
+    made = files(size)
+    for rank, reported in enumerate(_ranks(size, lambda meet: _received(meet, made[meet.rank]))):
         assert reported == {other: f"memory of rank {other}" for other in range(size) if other != rank}
-    assert open_files() == before
 
 
 def _dies() -> int:
     raise ZeroDivisionError
 
 
-def test_memory_that_does_not_come():
+def test_memory_that_does_not_come(files):
     """A rank that ends between saying where it listens and sending: the others name it, within the bound."""
-    files = [File(rank) for rank in range(3)]
-    before = open_files()
+    made = files(3)
 
     def work(meet):
         if meet.rank == 1:
@@ -78,39 +97,32 @@ def test_memory_that_does_not_come():
                 exchange_file_descriptors(_dies, meet, 2.0)
         else:
             gone = r"no memory came from rank 1 within 2 s|rank 1 refused|another rank could not"
-            with pytest.raises(RuntimeError, match=gone) as error:
-                exchange_file_descriptors(files[meet.rank].exported, meet, 2.0)
-            meet.fail("mapping peers' memory", error.value)  # as who calls it does
+            _refused(meet, made[meet.rank].exported, 2.0, gone)
 
     _ranks(3, work)
-    assert open_files() == before  # what had come is closed again
 
 
-def test_another_rank_s_error_ends_the_wait_for_its_memory():
-    files = [File(rank) for rank in range(3)]
-    before = open_files()
+def test_another_rank_s_error_ends_the_wait_for_its_memory(files):
+    made = files(3)
 
     def work(meet):
         if meet.rank == 1:
             with _box() as box:  # the others reach it, and wait for its memory, which does not come
                 meet.exchange("handing over memory", box.getsockname())
                 return meet.fail("mapping peers' memory", MemoryError("none left"))
-        with pytest.raises(RuntimeError, match="another rank could not") as error:
-            exchange_file_descriptors(files[meet.rank].exported, meet, 20.0)
-        return meet.fail("mapping peers' memory", error.value)
+        return _refused(meet, made[meet.rank].exported, 20.0, "another rank could not")
 
     started = time.monotonic()
     reported = _ranks(3, work)
     assert time.monotonic() - started < 10
     assert all(isinstance(each, RemoteError) and each.rank == 1 and "none left" in str(each) for each in reported)
-    assert open_files() == before
 
 
-def test_a_socket_that_is_gone_is_not_blamed_before_its_rank_says_why():
+def test_a_socket_that_is_gone_is_not_blamed_before_its_rank_says_why(files):
     """A rank that gives up closes its socket, and then says why.
 
     Who sent to it in between must not name it for the reason."""
-    files = [File(rank) for rank in range(2)]
+    made = files(2)
 
     def work(meet):
         if meet.rank == 1:
@@ -119,9 +131,7 @@ def test_a_socket_that_is_gone_is_not_blamed_before_its_rank_says_why():
             meet.exchange("handing over memory", name)
             time.sleep(0.3)
             return meet.fail("mapping peers' memory", MemoryError("none left"))
-        with pytest.raises(RuntimeError, match="another rank could not") as error:
-            exchange_file_descriptors(files[0].exported, meet, 20.0)
-        return meet.fail("mapping peers' memory", error.value)
+        return _refused(meet, made[0].exported, 20.0, "another rank could not")
 
     for reported in _ranks(2, work):
         assert isinstance(reported, RemoteError)
@@ -129,10 +139,9 @@ def test_a_socket_that_is_gone_is_not_blamed_before_its_rank_says_why():
         assert "none left" in str(reported)
 
 
-def test_what_strangers_send_is_not_memory():
+def test_what_strangers_send_is_not_memory(files):
     """The names of sockets can be read in /proc/net/unix by every process of the host."""
-    files = [File(rank) for rank in range(2)]
-    before = open_files()
+    made = files(2)
 
     def work(meet):
         exchange = meet.exchange
@@ -147,21 +156,15 @@ def test_what_strangers_send_is_not_memory():
             return names
 
         meet.exchange = and_then_a_stranger
-        descriptors = exchange_file_descriptors(files[meet.rank].exported, meet, 20.0)
-        reported = {rank: os.pread(descriptor, 100, 0) for rank, descriptor in descriptors.items()}
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-        return reported
+        return _received(meet, made[meet.rank])
 
-    assert _ranks(2, work) == [{1: b"memory of rank 1"}, {0: b"memory of rank 0"}]
-    assert open_files() == before
+    assert _ranks(2, work) == [{1: "memory of rank 1"}, {0: "memory of rank 0"}]
 
 
 @pytest.mark.parametrize("sends", [False, True])
-def test_a_rank_that_takes_nothing_is_the_one_to_blame(sends):
+def test_a_rank_that_takes_nothing_is_the_one_to_blame(sends, files):
     """A stopped rank's full queue blocks no other rank, so no other rank is named."""
-    files = [File(rank) for rank in range(5)]
-    before = open_files()
+    made = files(5)
 
     def work(meet):
         if meet.rank == 2:
@@ -172,28 +175,23 @@ def test_a_rank_that_takes_nothing_is_the_one_to_blame(sends):
                         stranger.sendto(b"x", box.getsockname())
                 names = meet.exchange("handing over memory", box.getsockname())
                 if sends:
-                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", files[2]._file))]
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", made[2]._file))]
                     for rank in (0, 1, 3, 4):
                         box.sendmsg([b"memory"], rights, 0, names[rank])
                 while not meet.next_has_ended():
                     time.sleep(0.01)
             return meet.fail("mapping peers' memory", MemoryError("too late"))
-        blamed = (
-            "rank 2 did not take this rank's memory within 1 s" if sends else "no memory came from rank 2 within 1 s"
-        )
-        with pytest.raises(RuntimeError, match=f"{blamed}|another rank could not") as error:
-            exchange_file_descriptors(files[meet.rank].exported, meet, 1.0)
-        return meet.fail("mapping peers' memory", error.value)
+        blamed = "rank 2 did not take this rank's memory" if sends else "no memory came from rank 2"
+        return _refused(meet, made[meet.rank].exported, 1.0, f"{blamed} within 1 s|another rank could not")
 
     reported = {str(each) for each in _ranks(5, work)}
     assert len(reported) == 1
     assert "rank 2" in reported.pop().split(":", 2)[2]
-    assert open_files() == before
 
 
-def test_strangers_that_keep_writing_do_not_keep_it_waiting():
+def test_strangers_that_keep_writing_do_not_keep_it_waiting(files):
     """Messages of unknown senders do not extend the time-out."""
-    files, ended = [File(rank) for rank in range(2)], threading.Event()
+    made, ended = files(2), threading.Event()
 
     def work(meet):
         if meet.rank == 1:
@@ -205,7 +203,7 @@ def test_strangers_that_keep_writing_do_not_keep_it_waiting():
             return
         started = time.monotonic()
         with pytest.raises(RuntimeError, match=r"no memory came from rank 1 within 0\.2 s"):
-            exchange_file_descriptors(files[0].exported, meet, 0.2)
+            exchange_file_descriptors(made[0].exported, meet, 0.2)
         ended.set()
         assert time.monotonic() - started < 10
 
@@ -218,10 +216,9 @@ def test_strangers_that_keep_writing_do_not_keep_it_waiting():
 @pytest.mark.parametrize(
     "real", [False, pytest.param(True, marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root"))]
 )
-def test_memory_of_another_user_is_refused(real, monkeypatch):
+def test_memory_of_another_user_is_refused(real, files, monkeypatch):
     """The kernel names the sender's user. ``real``: a process that has given up root uses the rank's socket."""
-    files = [File(rank) for rank in range(2)]
-    before = open_files()
+    made = files(2)
     if not real:
         monkeypatch.setattr(os, "getuid", lambda: 12345)
 
@@ -229,7 +226,7 @@ def test_memory_of_another_user_is_refused(real, monkeypatch):
         if meet.rank == 1:
             with _box() as box:
                 name, _ = meet.exchange("handing over memory", box.getsockname())
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", files[1]._file))]
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", made[1]._file))]
                 child = os.fork() if real else 0
                 if child == 0:
                     if real:
@@ -243,38 +240,34 @@ def test_memory_of_another_user_is_refused(real, monkeypatch):
                     time.sleep(0.01)
             return
         message = "memory of rank 1 came from a process of user .*, and this is user .*: ranks must run as one user"
-        with pytest.raises(RuntimeError, match=message) as error:
-            exchange_file_descriptors(files[0].exported, meet, 20.0)
-        meet.fail("mapping peers' memory", error.value)
+        _refused(meet, made[0].exported, 20.0, message)
 
     _ranks(2, work)
-    assert open_files() == before
 
 
 @pytest.mark.parametrize("name", [b"/tmp/a-file", b"\0of somebody else", b"", b"\0flashsampling-x/../y"])
-def test_a_name_that_is_no_rank_s_socket_is_refused(name):
+def test_a_name_that_is_no_rank_s_socket_is_refused(name, files):
     """The store may hold any: memory goes to abstract sockets of ours alone."""
-    files = [File(rank) for rank in range(2)]
+    made = files(2)
 
     def work(meet):
         if meet.rank == 1:
             return meet.exchange("handing over memory", name)
-        with pytest.raises(
-            TensorParallelError, match=r"holds what no rank wrote .*of rank 1: it is no name of a rank's socket"
-        ):
-            exchange_file_descriptors(files[0].exported, meet, 20.0)
+        message = r"holds what no rank wrote .*of rank 1: it is no name of a rank's socket"
+        with pytest.raises(TensorParallelError, match=message):
+            exchange_file_descriptors(made[0].exported, meet, 20.0)
 
     _ranks(2, work)
 
 
-def test_a_socket_that_cannot_be_reached_says_why():
+def test_a_socket_that_cannot_be_reached_says_why(files):
     """Every rank may be in a container with its own network, where abstract names do not reach the others."""
-    files = [File(rank) for rank in range(2)]
+    made = files(2)
 
     def work(meet):
         exchange = meet.exchange
         meet.exchange = lambda phase, payload: [name + b"elsewhere" for name in exchange(phase, payload)]
         with pytest.raises(RuntimeError, match=rf"socket of rank {1 - meet.rank} refused .* another network namespace"):
-            exchange_file_descriptors(files[meet.rank].exported, meet, 20.0)
+            exchange_file_descriptors(made[meet.rank].exported, meet, 20.0)
 
     _ranks(2, work)

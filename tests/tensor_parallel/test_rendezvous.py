@@ -1,7 +1,6 @@
 """Exchanges outside of steps, with threads over every kind of store, and conclusions of transports without a device."""
 
 import functools
-import itertools
 import os
 import threading
 import time
@@ -26,12 +25,7 @@ from flashsampling.tensor_parallel.message import (
     FAILED,
     FIRST_PARAM,
     HEADER,
-    OFFSET,
-    SEED,
     STEP,
-    TEMPERATURE,
-    Hashes,
-    difference,
 )
 from flashsampling.tensor_parallel.rendezvous import RemoteError, Rendezvous
 from flashsampling.tensor_parallel.serialization import record_from_json, record_to_json
@@ -308,89 +302,6 @@ def test_a_store_that_does_not_answer_is_an_error_within_a_bound(monkeypatch):
     assert time.monotonic() - started < SOON
 
 
-# -- headers
-
-
-def header(step=7, batch=2, num_samples=1, temperature=11, seed=12, offset=13, failed=0):
-    return [step, batch, num_samples, temperature, seed, offset, failed] + [0] * (HEADER - FIRST_PARAM)
-
-
-@pytest.mark.parametrize(
-    ("headers", "rank", "differs", "what"),
-    [
-        ([header(), header(seed=1)], 1, ("seed",), "rank 0"),
-        ([header(), header(offset=1, temperature=2)], 1, ("offset", "temperature"), "rank 0"),
-        ([header(step=8), header(), header()], 0, ("step",), "rank 1"),  # most are right
-        ([header(), header(step=8, seed=2), header()], 1, ("step", "seed"), "rank 0"),
-        ([header(), header(batch=6, seed=1)], 1, ("batch size or num_samples",), "rank 0"),
-        ([header(), header(num_samples=3, seed=1)], 1, ("batch size or num_samples",), "rank 0"),
-        ([header(batch=6), header(num_samples=3), header(num_samples=3)], 0, ("batch size or num_samples",), "rank 1"),
-    ],
-)
-def test_whose_header_differs_and_in_what(headers, rank, differs, what):
-    failure = difference(headers)
-    assert (failure.kind, failure.rank, failure.differs, failure.what) == ("mismatch", rank, differs, what)
-
-
-def test_headers_that_agree_and_one_of_a_rank_that_failed():
-    assert difference([header()] * 4) is None
-    failure = difference([header(), header(failed=1, step=3)])
-    assert (failure.kind, failure.rank) == ("aborted", 1)
-
-
-def test_a_failure_survives_the_store():
-    failure = Failure("mismatch", 3, 17, ("seed", "offset"), 'rank 0 "quoted" ü')
-    assert Failure.decoded(failure.encoded()) == failure
-    assert failure.encoded().isascii()
-
-
-@pytest.mark.parametrize("field", [TEMPERATURE, SEED, OFFSET])
-def test_every_bit_of_every_row_is_in_the_hash(field):
-    hashes = Hashes(9, torch.device("cpu"))
-
-    def write(temperature, seed, offset):
-        out = torch.zeros(HEADER + 3, dtype=torch.int64)
-        hashes.write(out, rows_only(9, temperature, seed, offset))
-        return out[:HEADER].tolist()
-
-    generator = torch.Generator().manual_seed(1)
-    seed, offset = (torch.randint(-(2**63), 2**63 - 1, (9,), generator=generator) for _ in range(2))
-    parameters = {TEMPERATURE: torch.rand(9, generator=generator), SEED: seed, OFFSET: offset}
-    usual = write(*parameters.values())
-    seen = {usual[field]}
-    bits = parameters[field].view(torch.int32) if field == TEMPERATURE else parameters[field]
-    for row, bit in itertools.product(range(9), range(32 if field == TEMPERATURE else 64)):
-        changed = bits.clone()
-        changed[row] ^= (1 << bit) - (1 << (bits.itemsize * 8) if bit == bits.itemsize * 8 - 1 else 0)
-        other = write(*(parameters | {field: changed.view(parameters[field].dtype)}).values())
-        assert [other[i] == usual[i] for i in range(HEADER)] == [i != field for i in range(HEADER)], (row, bit)
-        seen.add(other[field])
-    swapped = parameters | {field: parameters[field].flip(0)}
-    seen.add(write(*swapped.values())[field])
-    assert len(seen) == 2 + 9 * (32 if field == TEMPERATURE else 64)
-
-
-@pytest.mark.parametrize(
-    ("temperature", "seed", "offset"), [(0.7, 2**63 - 1, -(2**63)), (0.0, -1, 5), (3e38, 0, 2**62), (-0.0, 0, 0)]
-)
-@pytest.mark.parametrize("batch", [1, 5, 8])
-def test_a_number_is_that_number_in_every_row(temperature, seed, offset, batch):
-    hashes = Hashes(8, torch.device("cpu"))
-    numbers, rows = torch.zeros(2, HEADER, dtype=torch.int64)
-    hashes.write(numbers, rows_only(batch, temperature, seed, offset, 3))
-    filled = [
-        torch.full((batch,), temperature, dtype=torch.float32),
-        *(torch.full((batch,), n) for n in (seed, offset)),
-    ]
-    hashes.write(rows, rows_only(batch, filled[0], filled[1], filled[2], 3))
-    assert torch.equal(numbers, rows)
-    assert numbers[FAILED] == 0
-    if temperature == 0:
-        for zero in (-temperature, -filled[0]):
-            hashes.write(rows, rows_only(batch, zero, filled[1], filled[2], 3))
-            assert torch.equal(numbers, rows)
-
-
 # -- the thread of nccl
 
 
@@ -606,6 +517,13 @@ def alone(monkeypatch):
 
 
 @pytest.fixture
+def failed(alone):
+    """The same, in a group that has failed."""
+    alone[0]._set_failure(MISMATCH)
+    return alone
+
+
+@pytest.fixture
 def pauses(monkeypatch):
     """Counts the pauses of ``drain``, which do not depend on the machine's load."""
     taken = []
@@ -665,9 +583,8 @@ def test_bulk_messages_that_have_begun_elsewhere(alone):
     assert it._progress() == Heartbeat(6, 6, issued=1, knows=1, bulk=3)
 
 
-def test_none_in_a_captured_graph(alone, monkeypatch):
-    it, sent = alone
-    it._set_failure(MISMATCH)
+def test_none_in_a_captured_graph(failed, monkeypatch):
+    it, sent = failed
     _post(it, 1, begun=1)
     _post(it, 2)
     monkeypatch.setattr(it, "_capturing", lambda: True)
@@ -679,12 +596,11 @@ def test_none_in_a_captured_graph(alone, monkeypatch):
 
 
 @pytest.mark.parametrize("its_own", ["not begun", "not ended"])
-def test_none_while_one_of_its_own_is_under_way(alone, its_own):
-    it, sent = alone
+def test_none_while_one_of_its_own_is_under_way(failed, its_own):
+    it, sent = failed
     it._small.issued = 1
     if its_own == "not ended":
         it._small.host_begun[:2] = 1
-    it._set_failure(MISMATCH)
     _post(it, 1, begun=2)
     _post(it, 2, begun=2)
 
@@ -699,9 +615,8 @@ def test_none_while_one_of_its_own_is_under_way(alone, its_own):
 
 
 @pytest.mark.parametrize("before", [{"knows": 0}, {"issued": 1}])
-def test_it_waits_until_all_know_and_have_begun_what_they_issued(alone, before):
-    it, sent = alone
-    it._set_failure(MISMATCH)
+def test_it_waits_until_all_know_and_have_begun_what_they_issued(failed, before):
+    it, sent = failed
     _post(it, 1)
     _post(it, 2, **before)
     threading.Timer(0.3, lambda: _post(it, 2, begun=1)).start()
@@ -709,9 +624,8 @@ def test_it_waits_until_all_know_and_have_begun_what_they_issued(alone, before):
     assert len(sent) == 1
 
 
-def test_it_waits_once_and_not_for_ever(alone, pauses):
-    it, sent = alone
-    it._set_failure(MISMATCH)
+def test_it_waits_once_and_not_for_ever(failed, pauses):
+    it, sent = failed
     _post(it, 1)  # rank 2 never posts
     started = time.monotonic()
     it.drain()
@@ -734,9 +648,8 @@ def test_for_a_rank_that_is_late_only_that_rank_waits(alone, pauses, late):
     assert len(sent) == 1
 
 
-def test_catching_up_raises_nothing(alone, monkeypatch):
-    it, sent = alone
-    it._set_failure(MISMATCH)
+def test_catching_up_raises_nothing(failed, monkeypatch):
+    it, sent = failed
     _post(it, 1, begun=1)
     _post(it, 2)
 
@@ -752,10 +665,9 @@ def test_catching_up_raises_nothing(alone, monkeypatch):
     assert not sent
 
 
-def test_a_host_that_knows_issues_nothing(alone):
+def test_a_host_that_knows_issues_nothing(failed):
     """It may come to know within a call, after which the others rely on what it posted."""
-    it, sent = alone
-    it._set_failure(MISMATCH)
+    it, sent = failed
     out = it.finish(torch.tensor([5, 6]), rows_only(2))
     assert out.tolist() == [-1, -1]
     assert it._progress() == Heartbeat(0, 0, knows=1)

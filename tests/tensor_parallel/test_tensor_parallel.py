@@ -57,14 +57,10 @@ def _kinds() -> list[tuple[int, str, str]]:
 
 SCENARIOS = [scenario.__name__ for scenario in (scenarios.ON_GPU if GPUS else scenarios.ON_CPU)]
 
-STAND_IN = ["rare_rows", "changing_batches", "sub_groups", "out_of_step", "other_parameters", "leaving_by_an_exception"]
-STAND_IN += ["requests", "other_requests", "out_of_step_in_a_round", "rejection", "other_drafts"]
-STAND_IN += [
-    "out_of_step_in_bulk",
-    "collective_check",
-    "ranks_that_do_not_come",
-    "an_all_gather_that_hangs",
-    "hosts_that_learn_late",
+STAND_IN = [
+    *("rare_rows", "changing_batches", "sub_groups", "out_of_step", "other_parameters", "leaving_by_an_exception"),
+    *("requests", "other_requests", "out_of_step_in_a_round", "rejection", "other_drafts", "out_of_step_in_bulk"),
+    *("collective_check", "ranks_that_do_not_come", "an_all_gather_that_hangs", "hosts_that_learn_late"),
 ]
 
 
@@ -85,7 +81,7 @@ def _names(world: int, impl: str, transport: str) -> list[str]:
     }
     if not GPUS:  # two and three ranks share what takes long
         not_for["gloo"] += (
-            ["requests", "other_requests", "rejection", "other_drafts"]
+            ["requests", "other_requests", "rejection", "other_drafts", "ranks_that_do_not_come", "ranks_that_are_busy"]
             if world == 2
             else ["generate", "drafts", "speculative_sequences", "requests_of_a_sampler"]
         )
@@ -162,6 +158,12 @@ def _assert_ok(per_rank, expected_dead=None):
         assert reported == ("died" if int(rank) == expected_dead else "ok"), f"rank {rank}: {reported}"
 
 
+def _assert_runs(world, names, impl="streaming", transport="gloo", device="cpu", **options):
+    options = {"long": False, "forked": True} | options
+    for per_rank in scenarios.run(world, names, device=device, impl=impl, transport=transport, **options).values():
+        _assert_ok(per_rank)
+
+
 @pytest.mark.timeout(1300)  # a share's scenarios are run by the first test that asks, and the others wait
 @pytest.mark.parametrize(("world", "impl", "transport", "name"), CASES)
 def test_ranks(world, impl, transport, name, results):
@@ -210,33 +212,25 @@ def test_ranks_that_fail(world, impl, transport, name):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_gloo_never_names_the_wrong_rank(world):
-    names = [scenario.__name__ for scenario in scenarios.OF_GLOO]
-    reported = scenarios.run(world, names, device="cpu", impl="streaming", transport="gloo", long=False, forked=True)
-    for name in names:
-        _assert_ok(reported[name])
+    _assert_runs(world, [scenario.__name__ for scenario in scenarios.OF_GLOO])
 
 
 @pytest.mark.quick(0)
 def test_a_hostile_store():
-    name = "a_hostile_store"
-    ran = scenarios.run(2, [name], device="cpu", impl="streaming", transport="gloo", long=False, forked=True)
-    _assert_ok(ran[name])
+    _assert_runs(2, ["a_hostile_store"])
 
 
 @pytest.mark.parametrize("world", [world for world in (2, 4, 8) if world <= GPUS])
 def test_one_kernel_node(world):
     for impl in KERNELS:
-        _assert_ok(scenarios.run(world, ["one_node"], device="cuda", impl=impl, transport="p2p", long=True)["one_node"])
+        _assert_runs(world, ["one_node"], impl, "p2p", "cuda", long=True)
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("impl", KERNELS)
 def test_one_visible_gpu_each(impl):
     """Ray and SLURM start ranks with one visible GPU each; p2p works by name and by choice."""
-    names = ["changing_batches", "out_of_step", "p2p_is_chosen"]
-    results = scenarios.run(2, names, device="cuda", impl=impl, transport="p2p", long=False, one_visible=True)
-    for name in names:
-        _assert_ok(results[name])
+    _assert_runs(2, ["changing_batches", "out_of_step", "p2p_is_chosen"], impl, "p2p", "cuda", one_visible=True)
 
 
 def _member(gpu, **options):

@@ -185,11 +185,12 @@ MEMBER = RankCapabilities(
 
 
 @pytest.mark.parametrize(
-    "record", [MEMBER, Failure("mismatch", 1, 3, ("seed",), "rank 0"), Failure("timeout", 0), Heartbeat(4, 3)], ids=repr
+    "record", [MEMBER, Failure("mismatch", 1, 3, ("seed",), '"ü"'), Failure("timeout", 0), Heartbeat(4, 3)], ids=repr
 )
 def test_every_field_of_a_record_is_checked(record):
     kind, text = type(record), record_to_json(record)
     assert record_from_json(kind, text) == record
+    assert text.isascii()
     fields = asdict(record)
     for name in fields:
         for wrong in (object, [1, [2]], {"a": [1]}, [None]):
@@ -200,6 +201,13 @@ def test_every_field_of_a_record_is_checked(record):
                     record_from_json(kind, json.dumps(other))
     with pytest.raises(MalformedError, match="has the fields"):
         record_from_json(kind, json.dumps(fields | {"more": 1}))
+
+
+@pytest.fixture
+def ranks():
+    """A store and two ranks' exchanges over it."""
+    store = HashStore()
+    return store, *(Rendezvous(lambda: store, rank, 2, 20.0) for rank in range(2))
 
 
 VERDICTS = {
@@ -215,9 +223,8 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize("verdict", [*VERDICTS.values(), *(value.decode("latin-1") for value in HOSTILE.values())])
-def test_a_verdict_that_no_rank_gave(verdict):
-    store = HashStore()
-    meet, other = (Rendezvous(lambda: store, rank, 2, 20.0) for rank in range(2))
+def test_a_verdict_that_no_rank_gave(verdict, ranks):
+    store, meet, other = ranks
     store.set("0/0/verdict", verdict.encode("latin-1"))
     for one in (meet, other):
         with pytest.raises(TensorParallelError, match="store holds what no rank wrote") as error:
@@ -227,9 +234,8 @@ def test_a_verdict_that_no_rank_gave(verdict):
 
 
 @pytest.mark.parametrize("error", [*VERDICTS.values(), '{"present": [0, 1]}', "", "[0, 1]"])
-def test_an_error_that_no_rank_raised(error):
-    store = HashStore()
-    meet, other = (Rendezvous(lambda: store, rank, 2, 20.0) for rank in range(2))
+def test_an_error_that_no_rank_raised(error, ranks):
+    store, meet, other = ranks
     store.set("0/0/1", f"construction\n1\n{error}".encode())
     with pytest.raises(TensorParallelError, match=r"^rank 0 left .*store holds what no rank wrote \(0/1: ") as found:
         meet.exchange("construction", b"x")
@@ -238,9 +244,8 @@ def test_an_error_that_no_rank_raised(error):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_failure_that_nobody_declared_is_one(name):
-    store = HashStore()
-    meet = Rendezvous(lambda: store, 0, 2, 20.0)
+def test_a_failure_that_nobody_declared_is_one(name, ranks):
+    store, meet, _ = ranks
     store.set("0/failure", HOSTILE[name])
     if name == "nothing":  # to a store as good as no value, where somebody decides
         return
@@ -256,10 +261,9 @@ def test_a_group_s_count_that_is_none():
         Rendezvous(lambda: store, 0, 2, 20.0)
 
 
-def test_progress_that_nobody_posted(monkeypatch):
+def test_progress_that_nobody_posted(ranks, monkeypatch):
     """The thread of nccl declares it, and does not end; catching up neither raises nor goes on for ever."""
-    store = HashStore()
-    meet, other = (Rendezvous(lambda: store, rank, 2, 20.0) for rank in range(2))
+    store, meet, other = ranks
     watch = Watchdog(meet, 2.0, 0)
     store.set("0/" + heartbeat_key(1), HOSTILE["a pickle"])
     heard, now = None, 100.0
