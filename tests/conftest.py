@@ -39,6 +39,7 @@ if hopper is not None:
         importlib.import_module("tests.emulator.jit").install()
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+INTERPRETED = DEVICE.type == "cpu" and not COMPILED and importlib.util.find_spec("triton") is not None
 
 
 @pytest.fixture
@@ -86,13 +87,9 @@ def run_python(*words: object, cwd: Path = Path(__file__).parents[1], **environm
     return run.stdout
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _no_tensor_in_a_constexpr() -> Iterator[None]:
+def _no_tensor_in_a_constexpr(patched: pytest.MonkeyPatch) -> None:
     """To Triton's interpreter ``constexpr - tensor`` is a constexpr. Up to 3.6 a builtin takes that, from 3.7 on
     (triton-lang/triton#8785) it does not; torch's CPU builds are tested with 3.6, and 3.7 is what PyPI's bring."""
-    if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
-        yield
-        return
     from triton.language.core import constexpr
     from triton.language.semantic import TritonSemantic
 
@@ -103,18 +100,12 @@ def _no_tensor_in_a_constexpr() -> Iterator[None]:
             raise TypeError("a tensor in a constexpr: assign it to a name, or write the tensor first")
         return take(self, x, check_type)
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(TritonSemantic, "to_tensor", to_tensor)
-        yield
+    patched.setattr(TritonSemantic, "to_tensor", to_tensor)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _masks_are_bool() -> Iterator[None]:
+def _masks_are_bool(patched: pytest.MonkeyPatch) -> None:
     """Triton's interpreter broadcasts a comparison of scalars as int32. As a mask Triton 3.6 takes that, 3.9 does
     not."""
-    if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
-        yield
-        return
     from triton.runtime.interpreter import InterpreterBuilder
 
     def checked(name: str, place: int) -> Any:
@@ -129,53 +120,41 @@ def _masks_are_bool() -> Iterator[None]:
 
         return call
 
-    with pytest.MonkeyPatch.context() as patched:
-        for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
-            patched.setattr(InterpreterBuilder, name, checked(name, place))
-        yield
+    for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
+        patched.setattr(InterpreterBuilder, name, checked(name, place))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _language_patched_once_a_launch() -> Iterator[None]:
+def _language_patched_once_a_launch(patched: pytest.MonkeyPatch) -> None:
     """Triton's interpreter patches its language anew whenever a device function is called, which takes 40 % of its time
     in these tests. Here the first call of each module's functions in a launch does; the launch takes it back as
     ever."""
-    if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
-        yield
-        return
     from triton.runtime import interpreter
 
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: set[int] = set()  # by the modules' names
+    done: set[int] = set()  # by the modules' names
 
     def once(function: Any) -> Any:
         names = id(function.__globals__)
-        if names not in patched:
-            patched.add(names)
+        if names not in done:
+            done.add(names)
             return patch(function)
 
     def launched(self: Any, *arguments: Any, **named: Any) -> None:
-        patched.clear()
+        done.clear()
         try:
             launch(self, *arguments, **named)
         finally:
-            patched.clear()
+            done.clear()
 
-    with pytest.MonkeyPatch.context() as replaced:
-        replaced.setattr(interpreter, "_patch_lang", once)
-        replaced.setattr(interpreter.GridExecutor, "__call__", launched)
-        yield
+    patched.setattr(interpreter, "_patch_lang", once)
+    patched.setattr(interpreter.GridExecutor, "__call__", launched)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _types_made_when_asked_for() -> Iterator[None]:
+def _types_made_when_asked_for(patched: pytest.MonkeyPatch) -> None:
     """To Triton's interpreter every value has a type and a shape of constexprs, made anew, and a shape is a tuple,
     whose type has a name: hardly anybody asks for these, and they take half of its time in these tests, with a table of
     all dtypes that is made whenever one is looked up. And of whatever integers it adds it finds whether the sum is
     right, which takes five operations more, and says so to nobody, since its options have no debugging."""
-    if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
-        yield
-        return
     from triton.language import core
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
@@ -222,20 +201,16 @@ def _types_made_when_asked_for() -> Iterator[None]:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.numel, self.shape = shapes[type._size if type.is_block() else ()]
 
-    with pytest.MonkeyPatch.context() as replaced:
-        replaced.setattr(interpreter, "_get_np_dtype", np_dtype)
-        replaced.setattr(core, "_unwrap_if_constexpr", unwrapped)
-        replaced.setattr(core.tuple, "__init__", make_tuple)
-        replaced.setattr(
-            core.tuple, "type", property(tuple_type, lambda self, type: setattr(self, "_type", type)), raising=False
-        )
-        replaced.setattr(core.block_type, "__init__", make_block)
-        replaced.setattr(
-            core.block_type, "name", property(lambda self: f"<{self.shape}, {self.element_ty}>"), raising=False
-        )
-        replaced.setattr(core.tensor, "__init__", make_tensor)
-        replaced.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda self, lhs, rhs, binary_op: None)
-        yield
+    patched.setattr(interpreter, "_get_np_dtype", np_dtype)
+    patched.setattr(core, "_unwrap_if_constexpr", unwrapped)
+    patched.setattr(core.tuple, "__init__", make_tuple)
+    patched.setattr(
+        core.tuple, "type", property(tuple_type, lambda self, type: setattr(self, "_type", type)), raising=False
+    )
+    patched.setattr(core.block_type, "__init__", make_block)
+    patched.setattr(core.block_type, "name", property(lambda self: f"<{self.shape}, {self.element_ty}>"), raising=False)
+    patched.setattr(core.tensor, "__init__", make_tensor)
+    patched.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda self, lhs, rhs, binary_op: None)
 
 
 def entries_by_torch(params: Any, first: int, last: int, base: int) -> torch.Tensor:
@@ -255,13 +230,9 @@ def entries_by_torch(params: Any, first: int, last: int, base: int) -> torch.Ten
     return torch.cat([words, entries], dim=1)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _entries_of_many_rows_by_torch() -> Iterator[None]:
+def _entries_of_many_rows_by_torch(patched: pytest.MonkeyPatch) -> None:
     """A program per row, each of which takes Triton's interpreter 15 ms or more: it makes the first rows of many, and
-    torch all, of which these are the same. ``test_triton_entries`` says that of more."""
-    if DEVICE.type == "cuda" or COMPILED or importlib.util.find_spec("triton") is None:
-        yield
-        return
+    torch all, of which these are the same. ``tests/kernels/triton/test_sparse_bias.py`` says that of more."""
     from flashsampling.kernels.triton import jit
     from flashsampling.kernels.triton.filtered import sparse_bias
 
@@ -276,8 +247,19 @@ def _entries_of_many_rows_by_torch() -> Iterator[None]:
         assert torch.equal(few, words[:4])
         return words
 
+    patched.setattr(sparse_bias, "sort_by_tile", by_kernel_or_torch)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interpreter() -> Iterator[None]:
+    """Triton's interpreter is as strict as its compiler, and faster than it comes."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sparse_bias, "sort_by_tile", by_kernel_or_torch)
+        if INTERPRETED:
+            _no_tensor_in_a_constexpr(patched)
+            _masks_are_bool(patched)
+            _language_patched_once_a_launch(patched)
+            _types_made_when_asked_for(patched)
+            _entries_of_many_rows_by_torch(patched)
         yield
 
 

@@ -102,11 +102,9 @@ class Mix:
         if wants("soft_cap", 4):
             params["soft_cap"] = self.random.choice((2.0, 30.0))
         if wants("dense_bias", 4):
-            params["dense_bias"] = torch.where(
-                torch.rand(vocab, generator=self.generator) < 0.1,
-                self.random.choice((-INF, 100.0, -100.0)),
-                self.normal(vocab),
-            )
+            is_special = torch.rand(vocab, generator=self.generator) < 0.1
+            special = self.random.choice((-INF, 100.0, -100.0))
+            params["dense_bias"] = torch.where(is_special, special, self.normal(vocab))
         if wants("bias_ids", 3):
             n = self.random.randrange(1, 6)
             ids = torch.randint(-2, vocab + 2, (batch, n), generator=self.generator, dtype=torch.int32)
@@ -126,32 +124,25 @@ class Mix:
         if wants("top_k", 2):
             ends = (0, 1, 2, vocab - 1, vocab, vocab + 7, 2**31 - 1) + (-1, -(2**31)) * poisoned
             params["top_k"] = self.pick(batch, lambda: self.random.randrange(1, vocab + 1), ends, integer=True)
-        if wants("top_p", 2):
-            ends_p = (
-                (0.0, 1e-30, 1e-7, 0.5, 1 - 6e-8, 1.0) + (-1.0, 2.0, INF) * poisoned + (NAN,) * (poisoned and one_in(9))
-            )
-            params["top_p"] = self.pick(batch, uniform, ends_p)
-        if wants("min_p", 3):
-            ends_p = (0.0, 1e-30, 0.5, 1.0) + (-1.0, 2.0) * poisoned + (NAN,) * (poisoned and one_in(9))
-            params["min_p"] = self.pick(batch, lambda: uniform() ** 3, ends_p)
-        if wants("epsilon_cutoff", 4):
-            ends_p = (0.0, 1e-30, 1e-3, 0.5, 0.999) + (-1.0, 2.0) * poisoned + (NAN,) * (poisoned and one_in(9))
-            params["epsilon_cutoff"] = self.pick(batch, lambda: uniform() ** 3, ends_p)
-        if wants("top_n_sigma", 4):
-            ends_n = (0.0, 1e-30, 1e30) + (-1.0, INF) * poisoned + (NAN,) * (poisoned and one_in(9))
-            params["top_n_sigma"] = self.pick(batch, lambda: uniform() * 4, ends_n)
-        if self.wanted is not None:
-            return self._there(params | self._joint(batch, params))
-        if one_in(2):
-            params["logprobs"] = True
-        if one_in(3):
-            params["top_logprobs"] = self.random.randrange(1, min(vocab, 20) + 1)
-        if one_in(3):
-            params["logprob_ids"] = torch.randint(
-                -2, vocab + 2, (batch, self.random.randrange(4)), generator=self.generator
-            )
-        if one_in(3):
-            params["logsumexp"] = True
+        filters: list[tuple[str, int, Any, tuple[float, ...], tuple[float, ...]]] = [
+            ("top_p", 2, uniform, (0.0, 1e-30, 1e-7, 0.5, 1 - 6e-8, 1.0), (-1.0, 2.0, INF)),
+            ("min_p", 3, lambda: uniform() ** 3, (0.0, 1e-30, 0.5, 1.0), (-1.0, 2.0)),
+            ("epsilon_cutoff", 4, lambda: uniform() ** 3, (0.0, 1e-30, 1e-3, 0.5, 0.999), (-1.0, 2.0)),
+            ("top_n_sigma", 4, lambda: uniform() * 4, (0.0, 1e-30, 1e30), (-1.0, INF)),
+        ]
+        for name, n, usual, reached, beyond in filters:
+            if wants(name, n):
+                params[name] = self.pick(batch, usual, reached + beyond * poisoned + (NAN,) * (poisoned and one_in(9)))
+        if self.wanted is None:
+            if one_in(2):
+                params["logprobs"] = True
+            if one_in(3):
+                params["top_logprobs"] = self.random.randrange(1, min(vocab, 20) + 1)
+            if one_in(3):
+                shape = batch, self.random.randrange(4)
+                params["logprob_ids"] = torch.randint(-2, vocab + 2, shape, generator=self.generator)
+            if one_in(3):
+                params["logsumexp"] = True
         return self._there(params | self._joint(batch, params))
 
     def _joint(self, batch: int, params: dict[str, Any]) -> dict[str, Any]:
@@ -174,15 +165,12 @@ class Mix:
             logits[:, vocab:] = self.random.choice((NAN, 1e9))  # padding, never to be seen
         usual = (0.0, 1.0, 1e-6) + (INF, NAN) * (self.poisoned and self.one_in(6))
         temperature = self.pick(batch, lambda: self.random.random() * 2 + 0.05, usual)
-        bits = [
-            torch.randint(-(2**63), 2**63 - 1, (batch,), generator=self.generator).to(self.device) for _ in range(2)
-        ]
+        bits = [torch.randint(-(2**63), 2**63 - 1, (batch,), generator=self.generator) for _ in range(2)]
         if isinstance(temperature, Tensor):
             temperature = temperature.to(self.device)
-        logits = logits.to(self.device)
+        logits, seed, offset = (part.to(self.device) for part in (logits, *bits))
         num_samples = self.random.choice((1, 1, 1, 2, 5))
         params = self.params(batch, vocab)
-        seed, offset = bits
         return SampleInputs(logits, logits, temperature, seed, offset, num_samples, vocab, params=params, logits=logits)
 
     def of_a_head(self, step: SampleInputs) -> SampleInputs:
@@ -232,14 +220,9 @@ def word_by_word(step: SampleInputs) -> SampleResult:
 def probabilities_of(step: SampleInputs) -> tuple[int, list[float] | None]:
     """Of a step of one row and draw: the token, and what ``sample`` draws each one with; None: there is no token."""
     assert step.logits is not None
-    there = _row(
-        step.logits[0, : step.vocab_size].float().numpy(),
-        0,
-        step,
-        noise.gumbel(step.rows().seed, step.rows().offset, torch.zeros(1, dtype=torch.int64), 0, step.vocab_size)[
-            0
-        ].numpy(),
-    )
+    rows, draw = step.rows(), torch.zeros(1, dtype=torch.int64)
+    gumbel = noise.gumbel(rows.seed, rows.offset, draw, 0, step.vocab_size)[0].numpy()
+    there = _row(step.logits[0, : step.vocab_size].float().numpy(), 0, step, gumbel)
     (token,) = there["token_ids"]
     if token < 0:
         return token, None
@@ -357,9 +340,8 @@ def _relative(logit: float, best: float, scale: float) -> float:
     if logit == -INF:
         return -INF
     difference = logit - best
-    return (
-        NAN if math.isnan(difference) or math.isnan(scale) else min(difference / scale, 0.0)
-    )  # above 0 beside a NaN alone
+    is_nan = math.isnan(difference) or math.isnan(scale)
+    return NAN if is_nan else min(difference / scale, 0.0)  # above 0 beside a NaN alone
 
 
 def _logsumexp(values: list[float]) -> float:

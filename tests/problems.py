@@ -16,6 +16,7 @@ from flashsampling.backends import BACKENDS
 from flashsampling.exchange_protocol import Shard
 from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.hopper.config import CONFIGS
+from flashsampling.outputs import SampleResult, layout
 from flashsampling.reference import oracle as reference
 from flashsampling.tensor_parallel import TensorParallel
 from tests import emulator
@@ -37,6 +38,12 @@ NEEDS_CUTE = pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GP
 # CTA and two, one instruction and two, one buffer of codes and two
 ALL_SHAPES = torch.cuda.is_available() or bool(os.environ.get("FLASHSAMPLING_ALL_SHAPES"))
 CUTE_SHAPES = CONFIGS if ALL_SHAPES else tuple(CONFIGS[number] for number in (0, 3, 8, 15))
+
+
+def require(impl: str) -> str:
+    """Skips a test where an implementation is missing."""
+    missing = BACKENDS[impl].missing
+    return impl if missing is None else pytest.skip(str(missing))
 
 
 @dataclass
@@ -194,6 +201,21 @@ def check(impl: str, problem: Problem) -> int:
             problem.sample(impl)
         return 0
     return assert_agreement(problem.sample(impl), problem)
+
+
+def parts_of(drawn: SampleResult, step: SampleInputs) -> dict[str, Tensor]:
+    """What a step gave, by name: of every part a row for each of the step's."""
+    batch = len(step.hidden_states)
+    return layout(batch, step.num_samples, step.params).split(drawn, batch)
+
+
+def assert_same_rows(
+    drawn: SampleResult, step: SampleInputs, whole: SampleResult, whole_step: SampleInputs, rows: slice | list[int]
+) -> None:
+    """A step has the bits that ``rows`` of a larger one have."""
+    expected = parts_of(whole, whole_step)
+    for name, part in parts_of(drawn, step).items():
+        assert torch.equal(part.nan_to_num(7.0), expected[name][rows].nan_to_num(7.0)), name
 
 
 def gumbel_at(problem: Problem) -> Tensor:

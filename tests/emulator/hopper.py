@@ -105,12 +105,8 @@ class _TensorMap(ctypes.Structure):
     """``Tensor`` of machine.h: a matrix of 16-bit elements, and how many rows a copy has."""
 
     _fields_ = [
-        ("address", ctypes.c_uint64),
-        ("rows_apart", ctypes.c_uint64),
-        ("columns", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
-        ("box_columns", ctypes.c_int32),
-        ("box_rows", ctypes.c_int32),
+        *((name, ctypes.c_uint64) for name in ("address", "rows_apart")),
+        *((name, ctypes.c_int32) for name in ("columns", "rows", "box_columns", "box_rows")),
     ]
 
     def __init__(self, address: int, stride: int, rows: int, columns: int, box_rows: int):

@@ -36,9 +36,8 @@ class Settings:
     """How launches run. ``seed`` says in which order; every launch takes the next one."""
 
     seed = 0
-    late = (
-        4  # of 8 groups of products how many are computed when they are waited for, the others when they are complete
-    )
+    # of 8 groups of products how many are computed when they are waited for, the others when they are complete
+    late = 4
     rounds = 5_000_000  # after which a launch is taken not to end
     sloppy = 0  # how many units in the last place approximate instructions may be off, each by its operand
     checks_memory = True
@@ -61,9 +60,8 @@ class Machine:
         self.kernel = parse(ptx)
         translation = translate(self.kernel)
         self.lines = translation.lines
-        self.executed: list[
-            float
-        ] = []  # by the last launch, of every warp: instructions, less those that some threads left out
+        # by the last launch, of every warp: instructions, less those that some threads left out
+        self.executed: list[float] = []
         self.library = _compiled(translation.source)
 
     def launch(self, parameters: Sequence[bytes], ctas: int, cluster: int = 1) -> None:
@@ -112,18 +110,8 @@ class _Launch:
         self.machine = machine
         self.executed = (ctypes.c_uint64 * (ctas * machine.kernel.threads // 32))()
         seed = settings.seed + settings.launches
-        self.state = self.library.start(
-            parameters,
-            ctas,
-            cluster,
-            self.ranges,
-            len(ranges),
-            seed,
-            settings.late,
-            settings.sloppy,
-            settings.watches,
-            self.executed,
-        )
+        how = seed, settings.late, settings.sloppy, settings.watches
+        self.state = self.library.start(parameters, ctas, cluster, self.ranges, len(ranges), *how, self.executed)
 
     def advance(self, rounds: int) -> bool:
         """Whether it is over then."""

@@ -4,19 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-_WIDTHS = {
-    "pred": 1,
-    "b8": 8,
-    "b16": 16,
-    "b32": 32,
-    "b64": 64,
-    "u16": 16,
-    "u32": 32,
-    "u64": 64,
-    "s32": 32,
-    "f32": 32,
-    "f64": 64,
-}
+_WIDTHS = {f"{kind}{width}": width for kind in "busf" for width in (8, 16, 32, 64)} | {"pred": 1}
 _NAME = re.compile(r"[%$A-Za-z_][\w$.]*(?!\w)")
 
 
@@ -128,7 +116,7 @@ def _written_out(
     assert call.opcode == ("call", "uni"), call
     assert call.guard is None, call
     operands = list(call.operands)
-    returned = _names(operands.pop(0)) if operands[0].startswith("(") else []
+    returned = split(operands.pop(0)[1:-1]) if operands[0].startswith("(") else []
     function = functions[operands.pop(0)]
     own, suffix = function.body, f"@call{number}_"
     labels, last = {item for item in own.body if isinstance(item, str)}, f"$returned{suffix}"
@@ -144,7 +132,7 @@ def _written_out(
         return re.sub(r"[%$A-Za-z_][\w$.@]*", renamed, operand)
 
     kernel.widths |= {name + suffix: width for name, width in own.widths.items()}
-    for theirs, mine in zip(function.parameters, _names(operands[0]) if operands else [], strict=True):
+    for theirs, mine in zip(function.parameters, split(operands[0][1:-1]) if operands else [], strict=True):
         yield Instruction(("mov", f"b{own.widths[theirs]}"), (theirs + suffix, mine), None, call.line)
     for item in own.body:
         if isinstance(item, str):
@@ -160,11 +148,6 @@ def _written_out(
         yield Instruction(
             ("mov", f"b{own.widths[function.returns]}"), (mine, function.returns + suffix), None, call.line
         )
-
-
-def _names(operand: str) -> list[str]:
-    """Of a list in parentheses."""
-    return [name.strip() for name in operand[1:-1].split(",") if name.strip()]
 
 
 def _without_parameters(item: Instruction | str, kernel: Kernel) -> Instruction | str:
@@ -261,16 +244,16 @@ def _instruction(text: str, line: int) -> Instruction:
     if guarded:
         guard, rest = (guarded[2], not guarded[1]), guarded[3]
     opcode, _, operands = rest.partition(" ") if " " in rest else rest.partition("\t")
-    return Instruction(tuple(opcode.strip().split(".")), _operands(operands), guard, line)
+    return Instruction(tuple(opcode.strip().split(".")), tuple(split(operands)), guard, line)
 
 
-def _operands(text: str) -> tuple[str, ...]:
-    """Between commas that no bracket holds."""
+def split(text: str) -> list[str]:
+    """The operands in ``a, [b, c]`` or ``{a, b}``: between commas that no other bracket holds."""
     depth, parts = 0, [""]
-    for character in text:
+    for character in text[1:-1] if text.startswith("{") and text.endswith("}") else text:
         depth += (character in "[{(") - (character in "]})")
         if character == "," and not depth:
             parts.append("")
         else:
             parts[-1] += character
-    return tuple(part for part in (" ".join(part.split()) for part in parts) if part)
+    return [part for part in (" ".join(part.split()) for part in parts) if part]

@@ -1,6 +1,7 @@
 """The machine on which the Hopper kernel runs without a GPU: instructions do what PTX says, and what is wrong is
 found."""
 
+import contextlib
 import math
 import re
 import struct
@@ -21,24 +22,10 @@ from tests.emulator.machine import Machine, MachineError, settings
 from tests.problems import make_problem
 
 INF, NAN = math.inf, math.nan
-FLOATS = [
-    0.0,
-    -0.0,
-    1.0,
-    -1.5,
-    3.25e-41,
-    -(2.0**-149),
-    2.0**-126,
-    3e38,
-    -3.4028234e38,
-    INF,
-    -INF,
-    NAN,
-    0.1,
-    7.0,
-    -1e-20,
-    1e20,
-]
+SPECIAL = [0.0, -0.0, INF, -INF, NAN]
+FLOATS = [*SPECIAL, 1.0, -1.5, 3.25e-41, -(2.0**-149), 2.0**-126, 3e38, -3.4028234e38, 0.1, 7.0, -1e-20, 1e20]
+DOUBLES = [*SPECIAL, 1.5, -(2.0**-1074), 1e308, 0.1, 2.0**31, -(2.0**31) - 1, 2.0**63, -1e19, 12345.75]
+TO_HALVES = [*SPECIAL, 1.0, -1.5, 3.1415927, 65504.0, 65520.0, 1e38, 6e-8, 2.0**-15, 1.00390625, 1.01171875]
 INTS = [0, 1, -1, 2, 7, 31, 32, 33, 63, 64, -(2**31), 2**31 - 1, 0x12345678, -0x0FEDCBA9, 255, 65536]
 HEADER = """
 .version 8.6
@@ -62,14 +49,21 @@ HEADER = """
 FOOTER = "\n  st.global.b64 [%rd4], %rd9;\n  ret;\n}\n"
 
 
-def run(code, words, threads=None):
+def run(code, words):
     """The 64 bits that each thread leaves in %rd9, which begins with %r1 .. %r4 and, of two each, %rd5 and %rd6:
     (threads,)."""
-    threads = -(-len(words) // 32) * 32 if threads is None else threads
+    threads = -(-len(words) // 32) * 32
+    return launch(kernel_of(code + FOOTER, threads), threads, words)
+
+
+def kernel_of(code, threads):
+    return Machine(HEADER.replace("THREADS", str(threads)) + code)
+
+
+def launch(kernel, threads, words=((0, 0, 0, 0),)):
     given = torch.zeros(threads, 4, dtype=torch.int32)
     given[: len(words)] = torch.tensor(np.array(words, np.int64).astype(np.uint32).view(np.int32))
     out = torch.zeros(threads, dtype=torch.int64)
-    kernel = Machine(HEADER.replace("THREADS", str(threads)) + code + FOOTER)
     kernel.launch([struct.pack("q", tensor.data_ptr()) for tensor in (given, out)], 1)
     return out.numpy()[: len(words)]
 
@@ -143,23 +137,7 @@ def test_fields_of_bits():
 
 @np.errstate(all="ignore")
 def test_doubles():
-    values = [
-        0.0,
-        -0.0,
-        1.5,
-        -(2.0**-1074),
-        1e308,
-        INF,
-        -INF,
-        NAN,
-        0.1,
-        2.0**31,
-        -(2.0**31) - 1,
-        2.0**63,
-        -1e19,
-        12345.75,
-    ]
-    pairs_of = [(a, b) for a in values for b in values]
+    pairs_of = [(a, b) for a in DOUBLES for b in DOUBLES]
     words = [
         tuple(int(word) for pair in np.array(ab).view(np.uint32).reshape(2, 2) for word in pair) for ab in pairs_of
     ]
@@ -261,7 +239,7 @@ def test_floats():
 
 
 @np.errstate(all="ignore")
-def test_approximate_floats():
+def test_approximate_floats(monkeypatch):
     """Flushed to zero, and within half a unit in the last place, or some more where that is asked for."""
     words = [(bits(x), 0, 0, 0) for x in [*FLOATS, *np.linspace(-130, 130, 200)]]
     x = np.array([word[0] for word in words], np.uint32).view(np.float32)
@@ -271,11 +249,9 @@ def test_approximate_floats():
         code = f"{name}.approx.ftz.f32 %r9, %r1; cvt.u64.u32 %rd9, %r9;"
         got = run(code, words).astype(np.uint32).view(np.float32)
         np.testing.assert_allclose(got, exact.astype(np.float32), rtol=1e-7)
-        settings.sloppy = 2
-        try:
+        with monkeypatch.context() as patched:
+            patched.setattr(settings, "sloppy", 2)
             sloppy = run(code, words).astype(np.uint32).view(np.float32)
-        finally:
-            settings.sloppy = 0
         np.testing.assert_allclose(sloppy, exact.astype(np.float32), rtol=3e-7)
         assert (sloppy != got).mean() > 0.3
 
@@ -290,11 +266,7 @@ def test_bfloat16_pairs():
     got = run("fma.rn.bf16x2 %r9, %r1, %r2, %r3; cvt.u64.u32 %rd9, %r9;", words)
     for half in range(2):
         a, b, c = (values[half].double() for values in halves)
-        found = (
-            torch.tensor((got >> 16 * half & 0xFFFF).astype(np.int32) << 16, dtype=torch.int32)
-            .view(torch.float32)
-            .double()
-        )
+        found = torch.tensor((got >> 16 * half).astype(np.int16)).view(torch.bfloat16).double()
         exact = a * b + c
         assert ((found - exact).abs() <= exact.abs() * 2.0**-8).all()  # half a unit
     floats = [(bits(a), bits(b), 0, 0) for a, b in zip(x[0, 0], x[0, 1], strict=True)]
@@ -323,28 +295,9 @@ def test_pairs_are_compared_half_by_half(dtype):
 
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, "bf16"), (torch.float16, "f16")])
 def test_halves_are_converted(dtype, kind):
-    values = torch.tensor(
-        [
-            0.0,
-            -0.0,
-            1.0,
-            -1.5,
-            3.1415927,
-            65504.0,
-            65520.0,
-            1e38,
-            INF,
-            -INF,
-            NAN,
-            6e-8,
-            2.0**-15,
-            1.00390625,
-            1.01171875,
-        ]
-    )
-    words = [(bits(x), 0, 0, 0) for x in values.tolist()]
+    words = [(bits(x), 0, 0, 0) for x in TO_HALVES]
     got = run(f"cvt.rn.{kind}.f32 %rs1, %r1; cvt.u64.u16 %rd9, %rs1;", words)
-    halves = values.to(dtype)
+    halves = torch.tensor(TO_HALVES).to(dtype)
     expected = torch.where(halves.isnan(), 0x7FFF, halves.view(torch.int16).int() & 0xFFFF)
     assert got.tolist() == expected.tolist()
     words = [(word, 0, 0, 0) for word in expected.tolist()]
@@ -409,30 +362,16 @@ END:
 """.replace("WAIT", wait)
     for seed in range(5):
         settings.seed = seed
-        got = run(code, [(0, 0, 0, 0)], threads=128 + 0)
-        assert got[0] == 0
-        kernel = HEADER.replace("THREADS", "128") + code + FOOTER
-        out = torch.zeros(128, dtype=torch.int64)
-        given = torch.zeros(128, 4, dtype=torch.int32)
-        Machine(kernel).launch([struct.pack("q", tensor.data_ptr()) for tensor in (given, out)], 1)
-        assert out[:64].eq(0).all()
-        assert out[64:].eq(127 * 64 | 64 << 32).all()
+        got = run(code, [(0, 0, 0, 0)] * 128)
+        assert got.tolist() == [0] * 64 + [127 * 64 | 64 << 32] * 64
 
 
 def test_instructions_are_counted():
     """Of every warp, by threads: those that leave some out count for less."""
-    kernel = Machine(
-        HEADER.replace("THREADS", "64") + "setp.ge.u32 %p1, %r0, 8; @%p1 bra END; neg.s32 %r1, %r1; END:" + FOOTER
-    )
-    counts = []
+    kernel = kernel_of("setp.ge.u32 %p1, %r0, 8; @%p1 bra END; neg.s32 %r1, %r1; END:" + FOOTER, 64)
     for _ in range(2):
-        given, out = torch.zeros(64, 4, dtype=torch.int32), torch.zeros(64, dtype=torch.int64)
-        kernel.launch([struct.pack("q", tensor.data_ptr()) for tensor in (given, out)], 1)
-        counts.append(kernel.executed)
-    assert counts[0] == counts[1]
-    (first, second) = counts[0]
-    assert first - second == 8 / 32
-    assert second == 10 + 2 + 2
+        launch(kernel, 64)
+        assert kernel.executed == [14 + 8 / 32, 14]
 
 
 def test_copies_of_a_thread():
@@ -546,20 +485,14 @@ def test_races(what, monkeypatch):
         add.s32 %r23, %r22, %r0; and.b32 %r24, %r23, 0xFFFFFFFC; add.s32 %r26, %r22, 1024; add.s64 %rd8, %rd1, 256;
         setp.ge.u32 %p2, %r0, 32; setp.ne.b32 %p1, %r0, 0; @!%p1 mbarrier.init.shared.b64 [%r26], 32; bar.sync 0;
     """
-    kernel = Machine(HEADER.replace("THREADS", "64") + places + code + "\n  ret;\n}\n")
+    kernel = kernel_of(places + code + "\n  ret;\n}\n", 64)
     monkeypatch.setattr(settings, "watches", True)
     for seed in range(5):
         monkeypatch.setattr(settings, "seed", seed)
-        given, out = torch.zeros(64, 4, dtype=torch.int32), torch.zeros(64, dtype=torch.int64)
-        parameters = [struct.pack("q", tensor.data_ptr()) for tensor in (given, out)]
-        if racing:
-            where = r"thread \d+ of CTA 0 at line \d+"
-            with pytest.raises(
-                MachineError, match=f"a race at .*: a (load|store) by {where}, and before it .* by {where}"
-            ):
-                kernel.launch(parameters, 1)
-        else:
-            kernel.launch(parameters, 1)
+        where = r"thread \d+ of CTA 0 at line \d+"
+        message = f"a race at .*: a (load|store) by {where}, and before it .* by {where}"
+        with pytest.raises(MachineError, match=message) if racing else contextlib.nullcontext():
+            launch(kernel, 64)
 
 
 FUNCTIONS = """

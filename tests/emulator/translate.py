@@ -6,31 +6,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from .parse import Instruction, Kernel
+from .parse import Instruction, Kernel, split
 
-C_TYPES = {
-    **{f"{kind}{bits}": f"{'' if kind == 's' else 'u'}int{bits}_t" for kind in "usb" for bits in (8, 16, 32, 64)},
-    "f32": "float",
-    "f64": "double",
-    "pred": "uint8_t",
-}
+C_TYPES = {f"{kind}{bits}": f"{'' if kind == 's' else 'u'}int{bits}_t" for kind in "usb" for bits in (8, 16, 32, 64)}
+C_TYPES |= {"f32": "float", "f64": "double", "pred": "uint8_t"}
 # of instructions that threads of a warp take together: how many operands before that of the threads, or None: all of
 # them
-_MEET = {
-    "shfl": 4,
-    "vote": 2,
-    "redux": 2,
-    "elect": 1,
-    "bar": None,
-    "barrier": None,
-    "wgmma": None,
-    "ldmatrix": None,
-    "stmatrix": None,
-}
+_MEET = {"shfl": 4, "vote": 2, "redux": 2, "elect": 1}
+_MEET |= dict.fromkeys(("bar", "barrier", "wgmma", "ldmatrix", "stmatrix"))
 _NOTHING = {"setmaxnreg", "prefetch", "griddepcontrol"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _OR_UNORDERED = {"neu": "==", "ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}  # what must not hold
 _BINARY = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
+_UNARY = {"not": "~$0", "not.pred": "!$0", "neg": "-$0", "abs": "$0 < 0 ? -$0 : $0", "abs.f32": "fabsf($0)"}
+_UNARY |= {"abs.f64": "fabs($0)"}  # by name, and where a kind differs by both
 _TO_INTEGERS = {"rni": "nearbyint", "rmi": "floor", "rpi": "ceil", "rzi": "trunc"}
 _SPECIAL = {
     "%tid.x": "t->number",
@@ -251,21 +240,15 @@ class _Translator:
 
     _do_add = _do_sub = _do_and = _do_or = _do_xor = _do_binary
 
-    def _do_not(self, item: Instruction) -> Iterator[str]:
-        return self._arithmetic(item, "!$0" if item.opcode[-1] == "pred" else "~$0")
+    def _do_unary(self, item: Instruction) -> Iterator[str]:
+        name, kind = item.opcode[0], item.opcode[-1]
+        return self._arithmetic(item, _UNARY.get(f"{name}.{kind}", _UNARY[name]))
 
-    def _do_neg(self, item: Instruction) -> Iterator[str]:
-        return self._arithmetic(item, "-$0")
-
-    def _do_abs(self, item: Instruction) -> Iterator[str]:
-        return self._arithmetic(item, {"f32": "fabsf($0)", "f64": "fabs($0)"}.get(item.opcode[-1], "$0 < 0 ? -$0 : $0"))
+    _do_not = _do_neg = _do_abs = _do_unary
 
     def _do_mul(self, item: Instruction) -> Iterator[str]:
         way, kind = item.opcode[1], item.opcode[-1]
-        if kind[0] == "f":
-            assert way in (kind, "rn"), f"not known: {item}"
-            yield from self._arithmetic(item, "$0 * $1")
-        elif way == "lo":
+        if way == "lo" or (kind[0] == "f" and way in (kind, "rn")):
             yield from self._arithmetic(item, "$0 * $1")
         else:
             assert way in ("wide", "hi"), f"not known: {item}"
@@ -431,13 +414,13 @@ class _Translator:
         to, source = item.operands
         kind = "b32" if item.opcode[-1] == "f32" else item.opcode[-1]
         if to.startswith("{"):  # low word first
-            parts = _parts(to)
+            parts = split(to)
             bits = int(kind[1:]) // len(parts)
             yield f"uint64_t whole = {self._get(source, kind)};"
             for n, part in enumerate(parts):
                 yield self._set(part, f"b{bits}", f"whole >> {bits * n}")
         elif source.startswith("{"):
-            parts = _parts(source)
+            parts = split(source)
             bits = int(kind[1:]) // len(parts)
             words = (f"(uint64_t){self._get(part, f'b{bits}')} << {bits * n}" for n, part in enumerate(parts))
             yield self._set(to, kind, " | ".join(words))
@@ -456,7 +439,7 @@ class _Translator:
     def _do_ld(self, item: Instruction) -> Iterator[str]:
         kind = item.opcode[-1]
         kind = "b32" if kind == "f32" else kind
-        registers = _parts(item.operands[0])
+        registers = split(item.operands[0])
         size = int(kind[1:]) // 8
         yield f"{C_TYPES[kind]} *at = (void *){self._memory(item, item.operands[1], size * len(registers), 'LOADS')};"
         for n, register in enumerate(registers):
@@ -465,7 +448,7 @@ class _Translator:
     def _do_st(self, item: Instruction) -> Iterator[str]:
         kind = item.opcode[-1]
         kind = "b32" if kind == "f32" else kind
-        sources = _parts(item.operands[1])
+        sources = split(item.operands[1])
         yield f"{C_TYPES[kind]} values[] = {{{', '.join(self._get(source, kind) for source in sources)}}};"
         size = int(kind[1:]) // 8 * len(sources)
         yield f"memcpy({self._memory(item, item.operands[0], size, 'STORES')}, values, {size});"
@@ -523,8 +506,8 @@ class _Translator:
             return
         assert item.opcode[:5] == ("cp", "async", "bulk", "tensor", "2d"), f"not known: {item}"
         to, source, barrier, *rest = item.operands
-        tensor, coordinates = _parts(source[1:-1])
-        x, y = (self._get(part, "s32") for part in _parts(coordinates))
+        tensor, coordinates = split(source[1:-1])
+        x, y = (self._get(part, "s32") for part in split(coordinates))
         mask = self._get(rest[0], "u16") if "multicast::cluster" in item.opcode else "0"
         places = f"{self._shared_address(to)}, {self._shared_address(barrier)}"
         yield f"copy_tile(t, {self._get(tensor, 'u64')}, {x}, {y}, {places}, {mask});"
@@ -599,13 +582,13 @@ class _Translator:
         yield f"  EACH(group) {{ {self._set(to, 'u32', f'w->cta->named[{number}].sum')} }}"
 
     def _meet_ldmatrix(self, item: Instruction) -> Iterator[str]:
-        registers, address = _parts(item.operands[0]), item.operands[1]
+        registers, address = split(item.operands[0]), item.operands[1]
         yield from self._rows_of_matrices(item, address, len(registers), "LOADS")
         for n, register in enumerate(registers):
             yield f"  EACH(group) {{ {self._set(register, 'u32', f'rows[{8 * n} + lane / 4][lane % 4]')} }}"
 
     def _meet_stmatrix(self, item: Instruction) -> Iterator[str]:
-        address, registers = item.operands[0], _parts(item.operands[1])
+        address, registers = item.operands[0], split(item.operands[1])
         yield from self._rows_of_matrices(item, address, len(registers), "STORES")
         for n, register in enumerate(registers):
             yield f"  EACH(group) rows[{8 * n} + lane / 4][lane % 4] = {self._get(register, 'u32')};"
@@ -635,7 +618,7 @@ class _Translator:
             assert kinds in (["f32", "bf16", "bf16"], ["f32", "f16", "f16"]), f"not known: {item}"
             registers, a, b, accumulate, *rest = item.operands
             assert rest == ["1", "1", "0", "0"], f"not known: {item}"
-            places = [self._place(register) for register in _parts(registers)]
+            places = [self._place(register) for register in split(registers)]
             assert len(places) == columns // 2
             numbers = ", ".join(re.fullmatch(r"t->r\[(\d+)\]", place)[1] for place in places)  # type: ignore[index]
             name = f"ACCUMULATOR_{len(self.accumulators)}"
@@ -660,16 +643,3 @@ def _compared(how: str, a: str, b: str, kind: str) -> str:
 
 def _wide(kind: str) -> str:
     return f"{kind[0]}{2 * int(kind[1:])}"
-
-
-def _parts(vector: str) -> list[str]:
-    """Of ``{a, b}``, or of one operand, or of ``a, {b, c}``."""
-    inner = vector[1:-1] if vector.startswith("{") and vector.endswith("}") else vector
-    depth, parts = 0, [""]
-    for character in inner:
-        depth += (character in "[{") - (character in "]}")
-        if character == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import flashsampling
 from tests.conftest import DEVICE
+from tests.mixes import INF, NAN
 from tests.problems import (
     CUTE_SHAPES,
     IMPLEMENTATIONS,
@@ -37,15 +38,8 @@ SHAPES = [  # B, V, D
     (33, 513, 16),
 ]
 if ON_GPU:
-    SHAPES += [
-        (1, 128256, 8192),
-        (7, 151936, 2048),
-        (64, 50257, 768),
-        (65, 32001, 127),
-        (300, 20011, 1024),
-        (256, 4099, 8192),
-    ]
-    SHAPES += [(129, 201088, 2880), (300, 1, 64), (40, 131, 8192)]
+    SHAPES += [(1, 128256, 8192), (7, 151936, 2048), (64, 50257, 768), (65, 32001, 127), (300, 20011, 1024)]
+    SHAPES += [(256, 4099, 8192), (129, 201088, 2880), (300, 1, 64), (40, 131, 8192)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -57,16 +51,6 @@ def test_ragged_shapes(impl, dtype, batch, vocab, dim, device):
     check(impl, make_problem(of_a_compiled_shape(impl, dtype, batch), vocab, dim, device, dtype))
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("num_samples", [2, 5])
-def test_several_draws(impl, num_samples, device):
-    problem = make_problem(6, 300, 32, device, num_samples=num_samples, impl=impl)
-    tokens = problem.sample(impl)
-    assert_agreement(tokens, problem)
-    problem.num_samples = 1  # the first draw is the only draw's token
-    assert torch.equal(problem.sample(impl)[:, 0], tokens[:, 0])
-
-
 @settings(max_examples=300 if ON_GPU else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     impl=st.sampled_from(IMPLEMENTATIONS),
@@ -74,7 +58,7 @@ def test_several_draws(impl, num_samples, device):
     vocab=st.integers(1, 40_000 if ON_GPU else 400),
     dim=st.integers(1, 1024 if ON_GPU else 80),
     dtype=st.sampled_from(DTYPES),
-    num_samples=st.sampled_from([1, 1, 3]),
+    num_samples=st.sampled_from([1, 1, 2, 5]),
     padding=st.integers(0, 200),
     seed=st.integers(0, 2**31),
 )
@@ -125,7 +109,7 @@ def test_cute_takes_rows_that_start_at_16_bytes(dim, pad, start, taken, device):
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 def test_padded_vocabulary_is_never_sampled(impl, device):
     """Trap 15. The padding would win every draw, or poison it."""
-    for poison in (100.0, math.nan, math.inf):
+    for poison in (100.0, NAN, INF):
         problem = make_problem(9, 500, 32, device, vocab_size=333, impl=impl)
         expected = problem.sample("reference")
         problem.weight[333:] = poison
@@ -133,83 +117,74 @@ def test_padded_vocabulary_is_never_sampled(impl, device):
         assert (problem.sample(impl) < 333).all()
 
 
-def special_rows(device):
-    """(logits as a weight column for D = 1, expected token or None for "as the oracle")."""
-    inf, nan = math.inf, math.nan
-    flat = torch.zeros(300)
-
-    def changed(**values):
-        row = flat.clone()
-        for index, value in values.items():
-            row[int(index[1:])] = value
-        return row
-
-    return {
-        "ordinary": (flat, None),
-        "nan": (changed(t7=nan), -1),
-        "nan in the last tile": (changed(t299=nan), -1),
-        "all nan": (flat * nan, -1),
-        "all -inf": (flat - inf, -1),
-        "all +inf": (flat + inf, -1),
-        "+inf and -inf only": (torch.where(torch.arange(300) == 5, inf, flat - inf), -1),
-        "one finite": (torch.where(torch.arange(300) == 211, 0.0, flat - inf), 211),
-        "one +inf": (changed(t130=inf), 130),
-        "two +inf": (changed(t130=inf, t40=inf), 40),
-        "+inf and nan": (changed(t130=inf, t7=nan), -1),
-        "huge": (changed(t3=3e38, t4=-3e38), 3),
-    }
+def column_of(floor, logits):
+    """A vocabulary's logits, equal but for some."""
+    column = torch.full((300,), floor)
+    for token, logit in logits.items():
+        column[token] = logit
+    return column
 
 
-@pytest.mark.quick(4)
-@pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
-@pytest.mark.parametrize("name", list(special_rows(None)))
-@pytest.mark.parametrize("num_samples", [1, 2])
-def test_undefined_rows_stay_alone(impl, name, num_samples, device):
-    """Trap 14: a special row gives its own answer, and its batch mates theirs."""
-    logits, expected = special_rows(device)[name]
-    problem = make_problem(4, 300, 2, device, num_samples=num_samples)
-    # column 1 of the weight holds the special logits; only row 2 looks at it
-    problem.weight = fit(impl, torch.stack([problem.weight[:, 0], torch.zeros(300, device=device)], dim=1))
-    problem.hidden_states[:, 1] = 0.0
-    problem.hidden_states = fit(impl, problem.hidden_states)
-    clean = problem.sample(impl)
-    # 0 * inf is NaN, so the other rows must not see the column: give them their own weight rows
-    row = problem.rows(slice(2, 3))
-    row.weight = fit(impl, logits.to(device)[:, None].contiguous())
-    row.hidden_states = fit(impl, torch.ones(1, 1, device=device))
-    row.temperature = torch.ones(1, device=device)
-    alone = row.sample(impl)
-    if expected is None:
-        assert_agreement(alone, row)
-    else:
-        assert (alone == expected).all()
-    # in a batch: NaN and infinities through the hidden states of one row
-    for poison in (math.nan, math.inf, -math.inf):
-        poisoned = make_problem(4, 300, 2, device, num_samples=num_samples)
-        poisoned.weight, poisoned.hidden_states = problem.weight, problem.hidden_states.clone()
-        poisoned.hidden_states[2, 0] = poison
-        mixed = poisoned.sample(impl)
-        assert torch.equal(mixed[[0, 1, 3]], clean[[0, 1, 3]])
-        assert torch.equal(mixed[2], poisoned.sample("reference")[2])
-
-
-@pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
-def test_nan_temperature_is_undefined_and_infinite_is_uniform(impl, device):
-    problem = make_problem(3, 300, 16, device, impl=impl)
-    problem.temperature = torch.tensor([1.0, math.nan, math.inf], device=device)
-    tokens = problem.sample(impl)
-    assert tokens[1] == -1
-    assert tokens[2] == gumbel_at(problem)[2, 0].argmax()
-    assert_agreement(tokens[[0]], problem.rows([0]))
-
-
-def _one_column(impl, logits, temperature, num_samples, device):
+def one_column(impl, logits, temperature, num_samples, device):
     """A problem of a row per temperature whose logits are the weight's one column."""
     problem = make_problem(len(temperature), len(logits), 1, device, num_samples=num_samples)
     problem.hidden_states = fit(impl, torch.ones(len(temperature), 1, device=device))
     problem.weight = fit(impl, logits.to(device)[:, None].contiguous())
     problem.temperature = torch.tensor(temperature, device=device)
     return problem
+
+
+SPECIAL_ROWS = {  # the expected token, or None for "as the oracle"
+    "ordinary": (0.0, {}, None),
+    "nan": (0.0, {7: NAN}, -1),
+    "nan in the last tile": (0.0, {299: NAN}, -1),
+    "all nan": (NAN, {}, -1),
+    "all -inf": (-INF, {}, -1),
+    "all +inf": (INF, {}, -1),
+    "+inf and -inf only": (-INF, {5: INF}, -1),
+    "one finite": (-INF, {211: 0.0}, 211),
+    "one +inf": (0.0, {130: INF}, 130),
+    "two +inf": (0.0, {130: INF, 40: INF}, 40),
+    "+inf and nan": (0.0, {130: INF, 7: NAN}, -1),
+    "huge": (0.0, {3: 3e38, 4: -3e38}, 3),
+}
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
+@pytest.mark.parametrize("name", SPECIAL_ROWS)
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_special_rows(impl, name, num_samples, device):
+    floor, logits, expected = SPECIAL_ROWS[name]
+    problem = one_column(impl, column_of(floor, logits), [1.0], num_samples, device)
+    tokens = problem.sample(impl)
+    assert_agreement(tokens, problem)
+    assert expected is None or (tokens == expected).all()
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
+@pytest.mark.parametrize("num_samples", [1, 2])
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+def test_undefined_rows_stay_alone(impl, num_samples, poison, device):
+    """Trap 14: a special row gives its own answer, and its batch mates theirs."""
+    problem = make_problem(4, 300, 2, device, num_samples=num_samples)
+    problem.hidden_states, problem.weight = fit(impl, problem.hidden_states), fit(impl, problem.weight)
+    clean = problem.sample(impl)
+    problem.hidden_states[2, 0] = poison
+    mixed = problem.sample(impl)
+    assert torch.equal(mixed[[0, 1, 3]], clean[[0, 1, 3]])
+    assert torch.equal(mixed[2], problem.sample("reference")[2])
+
+
+@pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
+def test_nan_temperature_is_undefined_and_infinite_is_uniform(impl, device):
+    problem = make_problem(3, 300, 16, device, impl=impl)
+    problem.temperature = torch.tensor([1.0, NAN, INF], device=device)
+    tokens = problem.sample(impl)
+    assert tokens[1] == -1
+    assert tokens[2] == gumbel_at(problem)[2, 0].argmax()
+    assert_agreement(tokens[[0]], problem.rows([0]))
 
 
 BF16_MAX = torch.finfo(torch.bfloat16).max
@@ -227,15 +202,12 @@ BF16_MAX = torch.finfo(torch.bfloat16).max
         (-3e38, {}, 0),  # no noise tells such scores apart: the lowest id
         (0.0, {290: BF16_MAX, 291: BF16_MAX}, 290),
         (-BF16_MAX, {}, 0),
-        (-math.inf, {130: -BF16_MAX}, 130),
+        (-INF, {130: -BF16_MAX}, 130),
     ],
 )
 def test_no_finite_logit_overflows(impl, num_samples, floor, logits, expected, device):
     """Trap 29: nothing finite becomes infinite in base 2, or by a temperature below 1; nor is -1 for such a row."""
-    column = torch.full((300,), floor)
-    for token, logit in logits.items():
-        column[token] = logit
-    problem = _one_column(impl, column, [1.0, 1e-6, 0.0, 0.3, 1e6, 2.0], num_samples, device)
+    problem = one_column(impl, column_of(floor, logits), [1.0, 1e-6, 0.0, 0.3, 1e6, 2.0], num_samples, device)
     tokens = problem.sample(impl)
     assert (tokens == expected).all()
     assert torch.equal(tokens, problem.sample("reference"))
@@ -244,24 +216,13 @@ def test_no_finite_logit_overflows(impl, num_samples, floor, logits, expected, d
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_hot_rows_of_huge_and_of_infinite_logits(impl, num_samples, device):
-    problem = _one_column(impl, torch.full((300,), -1e38), [1e6, 1e20], num_samples, device)
+    problem = one_column(impl, torch.full((300,), -1e38), [1e6, 1e20], num_samples, device)
     assert (problem.sample(impl) == 0).all()
-    infinite = torch.zeros(300)
-    infinite[5] = math.inf
-    for logits in (infinite, -infinite):  # times 1 / inf is NaN
-        problem = _one_column(impl, logits, [math.inf, 1e6, 1.0, 0.0], num_samples, device)
+    for infinity in (INF, -INF):  # times 1 / inf is NaN
+        problem = one_column(impl, column_of(0.0, {5: infinity}), [INF, 1e6, 1.0, 0.0], num_samples, device)
         tokens = problem.sample(impl)
         assert (tokens[0] == -1).all()
         assert_agreement(tokens, problem)
-
-
-@pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
-@pytest.mark.parametrize("num_samples", [1, 2])
-@pytest.mark.parametrize("temperature", [1.1e-6, 1e-5, 1e-4])
-def test_temperatures_just_above_greedy_draw(impl, num_samples, temperature, device):
-    """Equal logits: a greedy row takes the lowest id, any other the largest noise."""
-    problem = _one_column(impl, torch.zeros(300), [temperature] * 3, num_samples, device)
-    assert torch.equal(problem.sample(impl), gumbel_at(problem).argmax(dim=-1))
 
 
 @pytest.mark.quick(3)
@@ -293,11 +254,13 @@ def test_ties_go_to_the_lowest_id(impl, device):
 def test_low_temperatures_are_no_greedy_ones(impl, temperature, device):
     """Only below 1e-6 is a row greedy: above, equal logits are told apart by their noise, however little of it there
     is."""
-    problem = make_problem(16, 300, 4, device, impl=impl)
+    problem = make_problem(16, 300, 4, device, num_samples=2, impl=impl)
     problem.weight = torch.zeros_like(problem.weight)
-    drawn = gumbel_at(problem)[:, 0].argmax(dim=-1)
-    assert (drawn != 0).all()
+    both = gumbel_at(problem).argmax(dim=-1)
     problem.temperature = torch.full_like(problem.temperature, temperature)
+    assert torch.equal(problem.sample(impl), both)
+    problem.num_samples, drawn = 1, both[:, 0]
+    assert (drawn != 0).all()
     assert torch.equal(problem.sample(impl)[:, 0], drawn)
     arguments = {"seed": problem.seed, "offset": problem.offset, "impl": impl}
     out = flashsampling.sample(problem.hidden_states, problem.weight, temperature=temperature, **arguments)
@@ -319,7 +282,6 @@ def test_low_temperatures_are_no_greedy_ones(impl, temperature, device):
     assert 0 < sum(apart > gap for apart in noise_apart) < 16
 
 
-INF, NAN = math.inf, math.nan
 # logits by chunk of streaming; the others are 0, or what "rest" says
 ACROSS_CHUNKS = {
     "tie of the first and the last chunk": ({0: 2.0, 3: 2.0}, 0.0, 0),
@@ -370,7 +332,7 @@ def test_streaming_over_a_real_vocabulary_s_chunks(device):
     """V = 40,000 in the chunks as they are."""
     problem = make_problem(5, 40_000, 8, device, torch.float32, num_samples=2, logit_std=0.5)
     problem.weight[[5, 39_990]] = problem.weight[20_000] * 30
-    problem.hidden_states[4] = math.nan
+    problem.hidden_states[4] = NAN
     assert_agreement(problem.sample("streaming"), problem)
 
 
@@ -405,10 +367,9 @@ def test_every_row_parameter_is_read_per_row(impl, device):
     base.temperature = torch.full((8,), 1.0, device=device)
     tokens = base.sample(impl)
     for name, value in (("seed", 12345), ("offset", 99), ("temperature", 0.0)):
-        changed = make_problem(8, 1000, 16, device, logit_std=0.5, impl=impl)
-        changed.temperature = base.temperature.clone()
-        getattr(changed, name)[5] = value
-        other = changed.sample(impl)
+        changed = getattr(base, name).clone()
+        changed[5] = value
+        other = replace(base, **{name: changed}).sample(impl)
         assert other[5] != tokens[5]
         assert torch.equal(other[[0, 1, 2, 3, 4, 6, 7]], tokens[[0, 1, 2, 3, 4, 6, 7]])
 
@@ -422,7 +383,7 @@ def test_kernels_are_bitwise_invariant_to_the_batch(impl, dtype, device):
     problem = make_problem(
         batch, 2000 if ON_GPU else 300, 1544 if ON_GPU else 24, device, dtype, logit_std=0.3, impl=impl
     )
-    problem.hidden_states[1] = math.nan  # its programs take their slow paths; nobody else may notice
+    problem.hidden_states[1] = NAN  # its programs take their slow paths; nobody else may notice
     together = problem.sample(impl)
     order = torch.randperm(batch).to(device)
     assert torch.equal(problem.rows(order).sample(impl), together[order])
@@ -491,10 +452,9 @@ def test_token_ids_above_2_to_the_24(impl, device):
     """Trap 17: ids that no fp32 holds."""
     vocab = 2**24 + 300
     weight = torch.zeros(vocab, 1, device=device)
-    seeds = torch.full((2,), 3, device=device)
-    for token in (2**24 + 1, 2**24 + 255, vocab - 1) if ON_GPU else (2**24 + 1,):  # 17 s each on a CPU
+    for token in (2**24 + 1, 2**24 + 255, vocab - 1) if ON_GPU else (2**24 + 1,):  # 9 s each on a CPU
         weight[token] = 60.0
-        out = flashsampling.sample(fit(impl, torch.ones(2, 1, device=device)), fit(impl, weight), seed=seeds, impl=impl)
+        out = flashsampling.sample(fit(impl, torch.ones(1, 1, device=device)), fit(impl, weight), seed=3, impl=impl)
         assert (out.token_ids == token).all()
         weight[token] = 0.0
 

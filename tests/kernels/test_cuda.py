@@ -1,8 +1,5 @@
 """What only a GPU can show: graphs, streams, synchronisation, devices, and what the kernel writes."""
 
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +7,7 @@ import torch
 
 import flashsampling
 from flashsampling import LMHeadSampler, workspace
+from tests.conftest import run_python
 from tests.problems import KERNELS, NEEDS_CUTE, assert_agreement, make_problem
 
 pytestmark = pytest.mark.gpu
@@ -186,10 +184,8 @@ for _ in range(3):
     tokens.fill_(-7)
     graph.replay()
     assert torch.equal(tokens, expected)
-print("captured")
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "captured" in run.stdout, run.stderr[-3000:]
+    run_python(code)
 
 
 @NEEDS_CUTE
@@ -208,11 +204,8 @@ for _ in range(3):
     tokens.fill_(-7)
     graph.replay()
     assert torch.equal(tokens, expected)
-print("captured")
 """
-    environment = os.environ | {"FLASHSAMPLING_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert "captured" in run.stdout, run.stderr[-3000:]
+    run_python(code, FLASHSAMPLING_CACHE_DIR=str(tmp_path))
     assert len(list(tmp_path.glob("cute/*/*.o"))) == 2
 
 

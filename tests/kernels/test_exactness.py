@@ -108,15 +108,12 @@ def mismatches(impl: str, rows: int, seed: int) -> int:
 
 
 @pytest.mark.parametrize("impl", KERNELS)
-def test_one_draw_is_the_first_of_two(impl):
-    assert mismatches(impl, 100_000 if ON_GPU else 80, seed=1) == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("impl", KERNELS)
-def test_one_draw_is_the_first_of_two_in_a_million_rows(impl):
-    assert mismatches(impl, 1_000_000, seed=2) == 0
+@pytest.mark.parametrize(
+    ("rows", "seed"),
+    [(100_000 if ON_GPU else 80, 1), pytest.param(1_000_000, 2, marks=[pytest.mark.gpu, pytest.mark.slow])],
+)
+def test_one_draw_is_the_first_of_two(impl, rows, seed):
+    assert mismatches(impl, rows, seed) == 0
 
 
 @pytest.mark.quick(1)
@@ -289,15 +286,10 @@ def test_poisoned_and_equal_rows_evaluate_little(kind, temperature, batch, devic
     problem.temperature.fill_(temperature)
     few, crowd = evaluations(problem)
     many, dense_fallback = evaluations(rows_of_kind(problem, kind))
-    print(
-        f"{kind}, T = {temperature}, B = {batch}: {many} and {dense_fallback} evaluations, "
-        f"{few} and {crowd} of ordinary rows"
-    )
-    if 0 < temperature < 1e-3 and kind in (
-        "zero",
-        "equal",
-    ):  # so sharp that in a CTA's first tile some are as good as any:
-        # 8 to 10 of 1150 a row and multiprocessor, as the evaluators happen to come in
+    print(f"{many} and {dense_fallback} evaluations, {few} and {crowd} of ordinary rows")
+    if 0 < temperature < 1e-3 and kind in ("zero", "equal"):
+        # so sharp that in a CTA's first tile some are as good as any: 8 to 10 of 1150 a row and multiprocessor, as the
+        # evaluators happen to come in
         few += 4 * batch * multiprocessors(device)
     assert many <= 4 * few + batch
     assert dense_fallback <= (batch * vocab / 4 if kind == "infinite" else batch * vocab / 60)

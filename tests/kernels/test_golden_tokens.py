@@ -73,13 +73,13 @@ def tokens(number: int, impl: str) -> list[Any]:
     return flashsampling.sample(hidden_states, weight, impl=impl, **call).token_ids.tolist()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("impl", ["reference", "streaming", *KERNELS])
-def test_tokens_are_the_frozen_ones(impl: str) -> None:
+@pytest.mark.parametrize("number", range(MIXES))
+def test_tokens_are_the_frozen_ones(impl: str, number: int) -> None:
     golden = json.loads(FILE.read_text())
     assert len(golden) == MIXES
-    for number in range(MIXES):
-        assert tokens(number, impl) == golden[number], (impl, number)
+    assert tokens(number, impl) == golden[number]
 
 
 if __name__ == "__main__":

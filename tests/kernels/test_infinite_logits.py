@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from flashsampling import ops, sample, verify, verify_from_logits
-from flashsampling.backends import BACKENDS
 from flashsampling.inputs import SampleInputs
-from flashsampling.outputs import layout
+from flashsampling.outputs import SampleResult
 from flashsampling.sampling_params import SamplingParams
 from tests.conftest import DEVICE
 from tests.kernels.test_filters import TORCH
 from tests.mixes import INF, NAN
-from tests.problems import KERNELS, NEEDS_CUTE
+from tests.problems import KERNELS, NEEDS_CUTE, parts_of, require
 from tests.tensor_parallel.test_drafts import REJECT, ranks  # noqa: F401, a fixture
 from tests.tensor_parallel.test_filters import run, shared_memory  # noqa: F401, a fixture
 
@@ -40,23 +39,18 @@ FILTERS: dict[str, dict[str, Any]] = {
 RANGES = [(3, 6), (0, 3)]  # one +inf of ``TWO`` on each rank
 
 
-def present(impl: str) -> str:
-    if BACKENDS[impl].missing is not None:
-        pytest.skip(str(BACKENDS[impl].missing))
-    return impl
+def request(cases: list[str], filtered: str) -> SamplingParams:
+    """Of a row per case."""
+    bits = [[sum(1 << token for token in CASES[case][1])] for case in cases]
+    return SamplingParams(
+        logprobs=True, top_logprobs=1, logsumexp=True, token_mask=torch.tensor(bits, dtype=torch.int32, device=DEVICE),
+        logprob_ids=torch.arange(6, device=DEVICE).expand(len(cases), 6), **FILTERS[filtered],
+    )  # fmt: skip
 
 
-def parts_of(step: SampleInputs, impl: str, is_cut: bool) -> dict[str, list[list[float]]]:
-    drawn = run(step, RANGES, impl)[0] if is_cut else ops.sample(step, impl)
-    batch = len(step.hidden_states)
-    return {
-        name: part.view(batch, -1).tolist() for name, part in layout(batch, 1, step.params).split(drawn, batch).items()
-    }
-
-
-def check(parts: dict[str, list[list[float]]], row: int, case: str, filtered: str) -> None:
+def check(drawn: SampleResult, step: SampleInputs, row: int, case: str, filtered: str) -> None:
     logits, allowed, token, raw, processed, rank, highest, logsumexp = CASES[case]
-    own = {name: values[row] for name, values in parts.items()}
+    own = {name: values[row].flatten().tolist() for name, values in parts_of(drawn, step).items()}
     if token is None:
         assert own["token_ids"][0] in allowed, case
         token = own["token_ids"][0]
@@ -64,10 +58,7 @@ def check(parts: dict[str, list[list[float]]], row: int, case: str, filtered: st
     assert (own["token_ids"], own["ranks"], own["top_token_ids"]) == ([token], [rank], [highest]), (case, own)
     given = [NAN if math.isnan(logsumexp) or x == INF else x - logsumexp for x in logits]
     ours = [*own["logprobs"], *own["processed_logprobs"], *own["logsumexp"], *own["given_logprobs"]]
-    assert torch.allclose(torch.tensor(ours), torch.tensor([raw, processed, logsumexp, *given]), equal_nan=True), (
-        case,
-        own,
-    )
+    assert ours == pytest.approx([raw, processed, logsumexp, *given], rel=1e-5, abs=1e-8, nan_ok=True), (case, own)
 
 
 @pytest.mark.parametrize("filtered", FILTERS)
@@ -76,18 +67,12 @@ def test_log_probabilities_and_ranks(impl, filtered):
     """Greedy and other rows in one step."""
     rows = [case for case in CASES for _ in range(2)]
     logits = torch.tensor([CASES[case][0] for case in rows], device=DEVICE)
-    bits = [[sum(1 << token for token in CASES[case][1])] for case in rows]
-    params = SamplingParams(
-        logprobs=True, top_logprobs=1, logsumexp=True, token_mask=torch.tensor(bits, dtype=torch.int32, device=DEVICE),
-        logprob_ids=torch.arange(6, device=DEVICE).expand(len(rows), 6), **FILTERS[filtered],
-    )  # fmt: skip
     temperature = torch.tensor([0.0, 1.0] * len(CASES), device=DEVICE)
-    step = SampleInputs(
-        logits, logits, temperature, torch.arange(len(rows), device=DEVICE), 0, 1, 6, params=params, logits=logits
-    )
-    parts = parts_of(step, present(impl), False)
+    seed, params = torch.arange(len(rows), device=DEVICE), request(rows, filtered)
+    step = SampleInputs(logits, logits, temperature, seed, 0, 1, 6, params=params, logits=logits)
+    drawn = ops.sample(step, require(impl))
     for row, case in enumerate(rows):
-        check(parts, row, case, filtered)
+        check(drawn, step, row, case, filtered)
 
 
 @pytest.mark.quick(30)
@@ -98,19 +83,13 @@ def test_log_probabilities_and_ranks(impl, filtered):
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_of_a_head(case, impl, is_cut, filtered):
     """Over two ranks, and by the Hopper kernel."""
-    logits, allowed = CASES[case][:2]
-    mask = torch.tensor([[sum(1 << token for token in allowed)]] * 2, dtype=torch.int32, device=DEVICE)
-    params = SamplingParams(
-        logprobs=True, top_logprobs=1, logsumexp=True, token_mask=mask,
-        logprob_ids=torch.arange(6, device=DEVICE).expand(2, 6), **FILTERS[filtered],
-    )  # fmt: skip
     dtype = torch.bfloat16 if impl == "cute" else torch.float32
-    weight, states = torch.tensor(logits)[:, None].expand(6, 8) / 8, torch.ones(2, 8)
-    temperature = torch.tensor([0.0, 1.0], device=DEVICE)
+    weight, states = torch.tensor(CASES[case][0])[:, None].expand(6, 8) / 8, torch.ones(2, 8)
+    temperature, params = torch.tensor([0.0, 1.0], device=DEVICE), request([case] * 2, filtered)
     step = SampleInputs(states.to(DEVICE, dtype), weight.to(DEVICE, dtype), temperature, 7, 0, 1, 6, params=params)
-    parts = parts_of(step, present(impl), is_cut)
+    drawn = run(step, RANGES, require(impl))[0] if is_cut else ops.sample(step, require(impl))
     for row in range(2):
-        check(parts, row, case, filtered)
+        check(drawn, step, row, case, filtered)
 
 
 @pytest.mark.parametrize("certain", [True, False])
@@ -122,22 +101,22 @@ def test_rejection_accepts_what_sample_draws(place, filtered, certain, monkeypat
         pytest.skip("minutes in the interpreter, and the record that it reads is the same")
     times = 1 if place == "triton" and DEVICE.type == "cpu" else 10
     drafts = torch.tensor([[2], [4], [0], [5]]).repeat(times, 1)
-    logits, states, weight = (
-        torch.tensor(TWO).expand(4 * times, 2, 6),
-        torch.ones(4 * times, 2, 1),
-        torch.tensor(TWO)[:, None],
-    )
+    states, weight = torch.ones(4 * times, 2, 1), torch.tensor(TWO)[:, None]
+    temperature = torch.tensor([0.7, 0.7, 0.7, 0.0] * times)
     options: dict[str, Any] = {
         "seed": torch.arange(4 * times),
-        "temperature": torch.tensor([0.7, 0.7, 0.7, 0.0] * times),
+        "temperature": temperature,
+        **FILTERS[filtered],
+        **REJECT,
     }
-    options |= {"draft_probs": None if certain else torch.full((4 * times, 1, 6), 1 / 6), **FILTERS[filtered], **REJECT}
+    options["draft_probs"] = None if certain else torch.full((4 * times, 1, 6), 1 / 6)
     if place == "ranks":
         out = verify(states, weight, drafts, tp=ranks(weight, RANGES), **options)
     elif place == "triton":
         monkeypatch.setattr("flashsampling.speculative.acceptance._runs_kernels", lambda states, given: True)
         options = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in options.items()}
-        out = verify_from_logits(logits.to(DEVICE), drafts.to(DEVICE), impl=present(place), **options)
+        logits = torch.tensor(TWO, device=DEVICE).expand(4 * times, 2, 6)
+        out = verify_from_logits(logits, drafts.to(DEVICE), impl=require(place), **options)
     else:
         out = verify(states, weight, drafts, impl=place, **options)
     assert out.num_accepted.tolist() == [1, 0, 0, 0] * times

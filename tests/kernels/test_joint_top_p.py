@@ -9,10 +9,9 @@ import torch
 from flashsampling import LMHeadSampler, sample, sample_from_logits, verify, verify_from_logits
 from flashsampling.backends import BACKENDS
 from flashsampling.inputs import SampleInputs
-from flashsampling.outputs import layout
 from flashsampling.sampling_params import SamplingParams
 from tests.conftest import DEVICE
-from tests.problems import NEEDS_CUTE
+from tests.problems import NEEDS_CUTE, parts_of, require
 from tests.tensor_parallel.test_drafts import REJECT, ranks  # noqa: F401, a fixture
 from tests.tensor_parallel.test_filters import run, shared_memory  # noqa: F401, a fixture
 
@@ -31,17 +30,13 @@ HEADS = [
 ]  # fmt: skip
 
 
-def is_there(impl: str) -> None:
-    if impl in BACKENDS and BACKENDS[impl].missing is not None:
-        pytest.skip(str(BACKENDS[impl].missing))
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("by", [*HEADS, *(f"logits {impl}" for impl in ("reference", "streaming", "triton"))])
 def test_of_each_row(by, logprobs):
     impl, seeds, joint = by.split()[-1], SEEDS.to(DEVICE), JOINT.to(DEVICE)
-    is_there(impl)
+    if impl in BACKENDS:
+        require(impl)
     if impl == "cute" and logprobs and DEVICE.type == "cpu":
         pytest.skip("another kernel to compile, a minute, and the same launch behind it")
     dtype = torch.bfloat16 if impl == "cute" else torch.float32
@@ -52,7 +47,7 @@ def test_of_each_row(by, logprobs):
         step = SampleInputs(
             states, weight, torch.ones(ROWS, device=DEVICE), seeds, torch.zeros_like(seeds), 1, 4, params=params
         )
-        parts = layout(ROWS, 1, params).split(run(step, [(1, 4), (0, 1)], impl)[0], ROWS)
+        parts = parts_of(run(step, [(1, 4), (0, 1)], impl)[0], step)
         token_ids, processed = parts["token_ids"][:, 0], parts.get("processed_logprobs")
     else:
         if by == "module":
@@ -87,7 +82,7 @@ def test_drafts(by, monkeypatch, ranks):  # noqa: F811
     else:
         impl = None if by == "logits" else "triton"
         if by == "kernels":
-            is_there("triton")
+            require("triton")
             monkeypatch.setattr(
                 "flashsampling.speculative.acceptance._runs_kernels", lambda states, given: given.batch > 0
             )

@@ -128,7 +128,7 @@ def _load_or_compile(dtype: torch.dtype, config: TileConfig, features: Features 
     try:
         where = trusted_folder()
     except OSError as error:
-        warnings.warn(f"compiled kernels are neither kept nor loaded: {error}", RuntimeWarning, stacklevel=2)
+        _warn(f"compiled kernels are neither kept nor loaded: {error}")
         return _compile(dtype, config, features)
     kept = False
     for path, content in _intact(where, dtype, config, features):
@@ -142,7 +142,7 @@ def _load_or_compile(dtype: torch.dtype, config: TileConfig, features: Features 
         try:
             _write(compiled, where, dtype, config, features)
         except OSError as error:
-            warnings.warn(f"compiled kernels are not kept in {where}: {error}", RuntimeWarning, stacklevel=2)
+            _warn(f"compiled kernels are not kept in {where}: {error}")
     return compiled
 
 

@@ -22,6 +22,7 @@ import functools
 import importlib
 from contextlib import AbstractContextManager
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,12 @@ from . import launch
 from .config import KINDS, NO_CUTOFFS, NO_TRANSFORMS, TILE_V, TileConfig, choose_config, skipped
 
 _PER_REQUEST = "dense_bias", "bias_ids", "counts", "token_mask"  # these change logits after the raw ones
+# replaces the sampling parameters that ``logit_transforms`` applies
+_TRANSFORMED: dict[str, Any] = {
+    "logit_scale": 1.0,
+    "soft_cap": 0.0,
+    **dict.fromkeys(("bias", "bias_values", *_PER_REQUEST)),
+}
 
 
 @functools.cache
@@ -107,18 +114,19 @@ def transform_arguments(
     bias = params.bias
     if bias is not None and skip:  # the first tile also reads the tokens before the shard, which are not sampled
         bias = torch.nn.functional.pad(bias, (skip, 0))
-    sparse_bias = None
+    sparse_bias, sparse_bias_stride = None, 0
     if params.bias_ids is not None:
         first = base + skip
         sparse_bias = _sparse_bias_module().sort_by_tile(params, first, first + vocab_size, base)
+        sparse_bias_stride = sparse_bias.stride(0) * 8
     transforms = (
         int(_has_transforms(params)),
         _address(bias),
         params.logit_scale,
         params.soft_cap,
         _address(params.dense_bias, base),
-        0 if sparse_bias is None else sparse_bias.data_ptr(),
-        0 if sparse_bias is None else sparse_bias.stride(0) * 8,
+        _address(sparse_bias),
+        sparse_bias_stride,
         counts and counts + 4 * base,
         counts_stride,
         *_nonzero_mask_argument(params, base),
@@ -147,7 +155,7 @@ def run(step: SampleInputs, config: TileConfig | None = None) -> SampleResult:
         step, step.num_samples, masses, config, transforms, _cutoff_arguments(params, cutoffs)
     )
     stats = _filtered_module().BlockStats(*block_stats, cutoffs)
-    step = step._replace(logits=logits, params=_without_transforms(params) if transforms[0] else params)
+    step = step._replace(logits=logits, params=params._replace(**_TRANSFORMED) if transforms[0] else params)
     return _filtered_module().draw(step, stats, drawn)  # type: ignore[no-any-return]
 
 
@@ -167,20 +175,6 @@ def _run_in_one_launch(step: SampleInputs, config: TileConfig | None) -> SampleR
     skip = skipped(first_token, config)
     transforms, _held = transform_arguments(params, step.vocab_size, first_token - skip, skip)
     return launch.run(plain, config, KINDS["processed"], transforms)
-
-
-def _without_transforms(params: SamplingParams) -> SamplingParams:
-    """Returns the sampling parameters that remain after ``logit_transforms``."""
-    return params._replace(
-        bias=None,
-        logit_scale=1.0,
-        soft_cap=0.0,
-        dense_bias=None,
-        bias_ids=None,
-        bias_values=None,
-        counts=None,
-        token_mask=None,
-    )
 
 
 def compiling(at_once: int) -> AbstractContextManager[None]:
@@ -258,17 +252,9 @@ def run_with_logits(
         torch.empty((batch, blocks), dtype=torch.float32, device=device) if wanted else None
         for wanted in (masses or (False, False))
     )
-    outputs = (
-        logits.data_ptr(),
-        logits.stride(0) * 4,
-        keys.data_ptr(),
-        0 if sums is None else sums.data_ptr(),
-        0 if raw_sums is None else raw_sums.data_ptr(),
-        *filters,
-    )
-    drawn = launch.run(
-        step._replace(params=DEFAULT_PARAMS, num_samples=draws), config, KINDS["logits"], transforms + outputs
-    ).ids
+    outputs = (logits.data_ptr(), logits.stride(0) * 4, keys.data_ptr(), _address(sums), _address(raw_sums), *filters)
+    plain = step._replace(params=DEFAULT_PARAMS, num_samples=draws)
+    drawn = launch.run(plain, config, KINDS["logits"], transforms + outputs).ids
     return logits if has_cutoffs else logits[:, :vocab_size], (keys, sums, raw_sums), drawn
 
 

@@ -9,8 +9,6 @@ import platform
 import pwd
 import shutil
 import stat
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -22,6 +20,7 @@ import torch
 
 import flashsampling
 from flashsampling import sources
+from tests.conftest import run_python
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="the Hopper kernel is for Linux")
 cache = importlib.import_module("flashsampling.kernels.hopper.cache")
@@ -154,13 +153,11 @@ def test_a_damaged_object_is_not_loaded_but_made_again(played, damage):
     damage(path)
     with pytest.warns(RuntimeWarning, match="compiled again"):
         cache._load_or_compile(DTYPE, CONFIG)
-    assert len(compiled) == 2
-    assert not loaded
+    assert (len(compiled), loaded) == (2, [])
     with no_warning():
         assert cache.prepare(DTYPE, CONFIG) == (path, False)
         cache._load_or_compile(DTYPE, CONFIG)
-    assert loaded == [PAYLOAD]
-    assert len(compiled) == 2
+    assert (len(compiled), loaded) == (2, [PAYLOAD])
 
 
 def test_what_cannot_be_replaced_is_compiled_in_memory(played):
@@ -297,28 +294,23 @@ def test_a_folder_that_others_could_have_filled_is_not_used(played, monkeypatch,
     monkeypatch.setenv("FLASHSAMPLING_CACHE_DIR", str(tmp_path / "above" / "root"))
     cache.prepare(DTYPE, CONFIG)
     place = tmp_path / level
-    message = "can be written by others"
-    if flaw == "the group may write":
-        place.chmod(0o770)
-    elif flaw == "others may write":
-        place.chmod(0o707)
-    elif flaw == "another user's":
-        belongs_to_another(place, monkeypatch)
-        message = "belongs to user"
+    if flaw in ("the group may write", "others may write"):
+        place.chmod(0o770 if "group" in flaw else 0o707)
+        message = "can be written by others"
     elif "link" in flaw:
         place.rename(tmp_path / "elsewhere")
         place.symlink_to("../" * (len(place.relative_to(tmp_path).parts) - 1) + "elsewhere")
-        if flaw == "another user's link":
-            belongs_to_another(place, monkeypatch)
-        message = "belongs to user"
     elif flaw == "a loop":
         shutil.rmtree(place)
         place.symlink_to(place.name)
         message = "Too many levels of symbolic links"
-    else:
+    elif flaw == "a file":
         shutil.rmtree(place)
         place.write_text("")
         message = "is not a plain folder"
+    if "another user's" in flaw:
+        belongs_to_another(place, monkeypatch)
+        message = "belongs to user"
     if flaw == "a link":  # to a larger disk: fine
         with no_warning():
             cache._load_or_compile(DTYPE, CONFIG)
@@ -332,23 +324,6 @@ def test_a_folder_that_others_could_have_filled_is_not_used(played, monkeypatch,
     with pytest.raises(OSError, match=message):
         next(cache.precompile(1))
     assert len(compiled) == 2
-
-
-def test_no_home_directory(played, monkeypatch):
-    """Path.home() raises; the kernel is compiled in memory, and whoever wants it on disk is told."""
-    compiled, loaded = played
-
-    def no_entry(_):
-        raise KeyError
-
-    for name in ("HOME", "FLASHSAMPLING_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", no_entry)
-    with pytest.warns(RuntimeWarning, match="neither kept nor loaded: no cache folder"):
-        assert isinstance(cache.kernel_for(DTYPE, CONFIG), Compiled)
-    assert (compiled, loaded) == ([(DTYPE, CONFIG)], [])
-    with pytest.raises(FileNotFoundError, match="FLASHSAMPLING_CACHE_DIR is not set"):
-        cache.prepare(DTYPE, CONFIG)
 
 
 def test_a_home_that_cannot_be_written(played, monkeypatch):
@@ -368,8 +343,9 @@ def test_a_home_that_cannot_be_written(played, monkeypatch):
         ("~", "/home/me", "/home/me"),
         ("~/kernels", "/home/me", "/home/me/kernels"),
         ("~/kernels", "", "HOME is '', which is not an absolute path"),
-        ("~nobody-of-this-name/kernels", "/home/me", "no home directory for '~nobody-of-this-name/kernels'"),
+        ("~nobody-of-this-name/kernels", "/home/me", "there is no home directory for '~nobody-of-this-name/kernels'"),
         (None, "", "HOME is '', which is not an absolute path"),
+        (None, None, "there is no home directory for '~/.cache/flashsampling'"),
         (None, "me", "HOME is 'me', which is not an absolute path"),
         (None, ".", "HOME is '.', which is not an absolute path"),
         ("/kernels", "", "/kernels"),
@@ -379,22 +355,22 @@ def test_a_home_that_cannot_be_written(played, monkeypatch):
 )
 def test_where_the_root_is(played, monkeypatch, tmp_path, variable, home, root):
     """Never in the working directory but by name, whatever HOME is."""
-    compiled, _ = played
+    compiled, loaded = played
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", home)
-    monkeypatch.delenv("FLASHSAMPLING_CACHE_DIR")
-    if variable is not None:
-        monkeypatch.setenv("FLASHSAMPLING_CACHE_DIR", variable)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as of a container's user without an entry in passwd
+    for name, value in (("HOME", home), ("FLASHSAMPLING_CACHE_DIR", variable)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
     if root.startswith(("/", "{")):
         assert str(cache._root()) == root.format(here=tmp_path)
         return
-    with pytest.warns(
-        RuntimeWarning, match=f"neither kept nor loaded: no cache folder: FLASHSAMPLING_CACHE_DIR is .*{root}"
-    ):
-        cache._load_or_compile(DTYPE, CONFIG)
-    with pytest.raises(FileNotFoundError, match=root):
+    message = f"no cache folder: FLASHSAMPLING_CACHE_DIR is {repr(variable) if variable else 'not set'}, and {root}"
+    with pytest.warns(RuntimeWarning, match=f"neither kept nor loaded: {message}"):
+        assert isinstance(cache.kernel_for(DTYPE, CONFIG), Compiled)
+    with pytest.raises(FileNotFoundError, match=message):
         cache.prepare(DTYPE, CONFIG)
-    assert len(compiled) == 1
+    assert (compiled, loaded) == ([(DTYPE, CONFIG)], [])
     assert not list(tmp_path.iterdir())
 
 
@@ -530,6 +506,7 @@ def test_the_compilers_libraries_are_in_the_key(monkeypatch):
     assert [entry.split()[0] for entry in cache._compiler()] == ["cutlass", "tvm_ffi"]
 
 
+KEY = "from flashsampling.kernels.hopper import cache; print(cache._fingerprint())"
 UPGRADED = """
 import sys
 from pathlib import Path
@@ -553,32 +530,20 @@ def test_an_upgrade_on_disk_does_not_reach_the_key_or_the_compiler(copied, tmp_p
     """In a process that has imported the package, and not yet the kernel."""
     pytest.importorskip("cutlass")
     package, _ = copied
-    words = [sys.executable, "-c", UPGRADED, "kernel.py", _key_in_a_process(tmp_path)]
-    run = subprocess.run(words, cwd=tmp_path, env=_environment(tmp_path), capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    same, refused, left = run.stdout.splitlines()
+    key = _run_copy(tmp_path, KEY).strip()
+    same, refused, left = _run_copy(tmp_path, "-c", UPGRADED, "kernel.py", key).splitlines()
     assert (same, left) == ("True", "[]")
     kernel = package / "kernels" / "hopper" / "kernel.py"
     assert refused.startswith(f"{kernel} has changed on disk since this process imported it")
     assert refused.endswith("restart the process")
-    assert _key_in_a_process(tmp_path) != words[-1]
+    assert _run_copy(tmp_path, KEY).strip() != key
 
 
-def _environment(tmp_path):
+def _run_copy(tmp_path, *words):
     # the copy first; then where this process finds the compiler, which need not be installed
-    path = [
-        str(tmp_path),
-        *(os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place),
-    ]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "FLASHSAMPLING_CACHE_DIR": str(tmp_path / "kept")}
-
-
-def _key_in_a_process(tmp_path):
-    code = "from flashsampling.kernels.hopper import cache; print(cache._fingerprint())"
-    words = [sys.executable, "-c", code]
-    return subprocess.run(
-        words, cwd=tmp_path, env=_environment(tmp_path), capture_output=True, text=True, check=True
-    ).stdout.strip()
+    places = [os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    path = os.pathsep.join([str(tmp_path), *places])
+    return run_python(*words, cwd=tmp_path, PYTHONPATH=path, FLASHSAMPLING_CACHE_DIR=str(tmp_path / "kept"))
 
 
 def test_what_is_compiled_while_the_sources_change_is_not_kept(played, copied, monkeypatch):

@@ -17,6 +17,7 @@ if not all(importlib.util.find_spec(name) for name in ("cutlass", "tvm_ffi")):
 pytest.importorskip("filelock")
 
 from flashsampling.kernels.hopper.config import CONFIGS, KINDS
+from tests.conftest import run_python
 from tests.emulator import hopper
 
 ROOT = Path(__file__).parents[3]
@@ -29,15 +30,6 @@ OF_KIND = {
 }
 
 
-def run(code, *arguments, architecture):
-    environment = os.environ | {"CUTE_DSL_ARCH": architecture}
-    result = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
-
-
 def test_every_batch_has_a_shape():
     """As few blocks of rows as there can be, and no shape that is less wide would do."""
     code = (
@@ -45,7 +37,7 @@ def test_every_batch_has_a_shape():
         "print([config.block_b for config in CONFIGS])\n"
         "print([choose_config(batch, 4096).block_b for batch in range(1, 1100)])"
     )
-    widths, chosen = map(ast.literal_eval, run(code, architecture="sm_90a").splitlines())
+    widths, chosen = map(ast.literal_eval, run_python(code, CUTE_DSL_ARCH="sm_90a").splitlines())
     assert tuple(widths) == WIDTHS
     for batch, width in enumerate(chosen, start=1):
         row_blocks = -(-batch // max(WIDTHS))
@@ -85,8 +77,7 @@ def test_compiles_for_hopper(dtype, index, block_b, kind):
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
 def test_noise_and_keys_compile(architecture):
     module = "tests.kernels.hopper.noise_on_device"
-    code = f"from {module} import compile_noise; compile_noise({architecture!r}); print('compiled')"
-    assert "compiled" in run(code, architecture=architecture)
+    run_python(f"from {module} import compile_noise; compile_noise({architecture!r})", CUTE_DSL_ARCH=architecture)
 
 
 def test_which_kernels_are_compiled_ahead():
@@ -102,13 +93,12 @@ def test_which_kernels_are_compiled_ahead():
 
 @pytest.mark.quick(0)
 def test_precompile_fills_the_cache(tmp_path):
-    environment = os.environ | {"FLASHSAMPLING_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "default"}
+    environment = {"FLASHSAMPLING_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "default"}
     for command, state in (("-m", "flashsampling", "precompile"), "compiled"), (("scripts/precompile",), "was there"):
-        words = [sys.executable, *command, "--workers", "2", "--dtype", "bfloat16", "--max-batch-size", "8"]
-        result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)
-        assert result.returncode == 0, result.stderr[-3000:]
-        assert result.stdout.count(state) == 3  # of every kind
-        assert "\n3 kernels in " in result.stdout
+        words = "--workers", 2, "--dtype", "bfloat16", "--max-batch-size", 8
+        printed = run_python(*command, *words, **environment)
+        assert printed.count(state) == 3  # of every kind
+        assert "\n3 kernels in " in printed
     assert len(list(tmp_path.glob("cute/*/*.o"))) == 3
     code = (
         "from pathlib import Path\n"
@@ -135,7 +125,7 @@ def test_precompile_fills_the_cache(tmp_path):
         "cache._compile = None\n"
         "print(callable(cache._load_or_compile(torch.bfloat16, CONFIGS[0])), len(whole))\n"
     )
-    environment["CUTE_DSL_ARCH"] = "sm_90a"
+    environment = os.environ | environment | {"CUTE_DSL_ARCH": "sm_90a"}
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert "[True, True, True]\nTrue True\nCompiled\nTrue " in result.stdout, result.stderr[-3000:]
     assert result.stderr.count("does not load") == result.stderr.count("is damaged") == 1

@@ -56,6 +56,24 @@ def call(monkeypatch):
 
 
 @pytest.fixture
+def launches(monkeypatch):
+    """(features, values) of each launch, of which nothing runs."""
+    calls: list[tuple[config.Features, tuple[Any, ...]]] = []
+
+    def plan(*problem):
+        return launch._Plan(lambda *values: calls.append((problem[-1], values)), 2, 66, 0, 0, VOCAB, 8)
+
+    monkeypatch.setattr(launch, "_plan", plan)
+    monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
+    return calls
+
+
+def make_step(params, temperature=0.5, num_samples=1):
+    hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB + 2))
+    return SampleInputs(hidden, weight, temperature, 7, 11, num_samples, VOCAB, params=params)
+
+
+@pytest.fixture
 def passed(call):
     """... of a step in whose matrices rows are apart: what every thread gets."""
 
@@ -128,18 +146,15 @@ def test_what_the_launch_is_compiled_with_has_every_name_once(features):
 
 
 def test_the_workspace_is_laid_out_without_gaps():
-    draws, row_blocks, start = 15, 2, 1 << 20
-    best = [workspace_layout.best(start, number) for number in range(draws)]
-    infinite = [workspace_layout.infinite(address, draws) for address in best]
-    counters = [workspace_layout.counter(start, draws, block) for block in range(row_blocks)]
-    assert best + infinite + counters == [start + 8 * word for word in range(workspace_layout.words(draws, row_blocks))]
+    draws, row_blocks, rows, start = 15, 2, 7, 1 << 20
+    places = [workspace_layout.best(start, number) for number in range(draws)]
+    places += [workspace_layout.infinite(address, draws) for address in places]
+    places += [workspace_layout.counter(start, draws, block) for block in range(row_blocks)]
+    assert len(places) == workspace_layout.words(draws, row_blocks)
+    places += [workspace_layout.first_tiles(start, draws, row_blocks, block) for block in range(row_blocks)]
+    places += [workspace_layout.cutoff(start, draws, row_blocks, row) for row in range(rows)]
+    assert places == [start + 8 * word for word in range(workspace_layout.words(draws, row_blocks, rows))]
     assert [workspace_layout.before(start, word) for word in (1, 4)] == [start - 8, start - 32]
-    rows = 7
-    first_tiles = [workspace_layout.first_tiles(start, draws, row_blocks, block) for block in range(row_blocks)]
-    cutoffs = [workspace_layout.cutoff(start, draws, row_blocks, row) for row in range(rows)]
-    assert best + infinite + counters + first_tiles + cutoffs == [
-        start + 8 * word for word in range(workspace_layout.words(draws, row_blocks, rows))
-    ]
 
 
 PROCESSED = "bias", "logit_scale", "soft_cap", "dense_bias", "bias_ids", "bias_values", "counts", "token_mask"
@@ -182,10 +197,9 @@ ENTRIES: dict[str, Any] = {  # which a kernel of Triton makes words of
     ],
 )
 @pytest.mark.parametrize("num_samples", [1, SAMPLES, None])
-def test_what_a_request_makes_of_a_step(monkeypatch, params, temperature, expected, num_samples):
+def test_what_a_request_makes_of_a_step(monkeypatch, launches, params, temperature, expected, num_samples):
     """How many draws, which block statistics, and who does the rest; None: none, and all of it is done again.
     And of one draw with what it leaves behind, for which the mass of every row is needed; there is no raw one then."""
-    calls: list[Any] = []
     filtered_calls: list[Any] = []
     leaves, num_samples = num_samples is None, num_samples or 1
     if num_samples > 1:  # of which the kernel would evaluate every token
@@ -207,21 +221,15 @@ def test_what_a_request_makes_of_a_step(monkeypatch, params, temperature, expect
         empty_records=lambda batch, device: (torch.zeros(batch), torch.zeros(batch, 4)),
     )
 
-    def plan(batch, dim, num_samples, *rest):
-        return launch._Plan(lambda *values: calls.append((rest[-1], values)), 2, 66, 0, 0, VOCAB, 8)
-
-    monkeypatch.setattr(launch, "_plan", plan)
-    monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
     monkeypatch.setattr(module, "_filtered_module", lambda: filtered)
-    hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB + 2))
-    step = SampleInputs(hidden, weight, temperature, 7, 11, num_samples, VOCAB, params=params)
+    step = make_step(params, temperature, num_samples)
     if leaves:
         left = module.recorded(step)
         assert left.logits is filtered_calls[0][0].logits
         assert [len(part) for part in (left.ids, left.limits, left.masses)] == [BATCH] * 3
     else:
         assert isinstance(launch.run(step), SampleResult)
-    ((features, values),) = calls
+    ((features, values),) = launches
     assert features == KINDS["logits"]
     _, arguments, transforms, outputs = LaunchArguments.of(values)
     assert transforms is not None
@@ -243,13 +251,8 @@ def test_what_a_request_makes_of_a_step(monkeypatch, params, temperature, expect
         return
     (keys, *sums), drawn = rest
     cutoffs = sums.pop() if len(sums) == 3 else None
-    by_top_k = not isinstance(params.top_k, torch.Tensor) and 0 < params.top_k < VOCAB
-    some = (
-        params.top_k
-        if by_top_k
-        else isinstance(params.top_k, torch.Tensor) or isinstance(params.min_p, torch.Tensor) or params.min_p
-    )
-    if leaves or expected[2] or not some:
+    by_row = isinstance(params.top_k, torch.Tensor) or isinstance(params.min_p, torch.Tensor)
+    if leaves or expected[2] or not (by_row or 0 < params.top_k < VOCAB or params.min_p > 0):
         assert cutoffs is None
         assert (outputs.cutoffs, outputs.masses_of_all) == (0, 1)
     else:
@@ -295,38 +298,26 @@ def test_cutoffs_are_made_room_for_by_kind():
 
 
 @pytest.mark.parametrize("num_samples", [1, SAMPLES])
-def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
+def test_what_changes_logits_alone_is_one_launch(monkeypatch, launches, num_samples):
     """Of several draws too; and every part of it is where the kernel looks for it. (A bias by row is a small one before
     it.)"""
-    calls = []
     sparse_bias = torch.zeros(BATCH, 3 + 2, dtype=torch.int64)
 
     def sort_by_tile(params, first, last, base):
         assert (params.bias_ids.shape, first, last, base) == ((BATCH, 2), 0, VOCAB, 0)
         return sparse_bias
 
-    def plan(batch, dim, num_samples, *rest):
-        return launch._Plan(lambda *values: calls.append((rest[-1], values)), 2, 66, 0, 0, VOCAB, 8)
-
-    def refuse():
-        raise AssertionError("nothing is to be filtered")
-
-    monkeypatch.setattr(launch, "_plan", plan)
-    monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
-    monkeypatch.setattr(module, "_filtered_module", refuse)
+    monkeypatch.setattr(module, "_filtered_module", lambda: pytest.fail("nothing is to be filtered"))
     monkeypatch.setattr(module, "_sparse_bias_module", lambda: SimpleNamespace(sort_by_tile=sort_by_tile))
-    hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB))
-    wide, mask = (
-        torch.zeros(BATCH, VOCAB + 7, dtype=torch.int32),
-        torch.zeros(1, 13, dtype=torch.int32).expand(BATCH, -1),
-    )
+    wide = torch.zeros(BATCH, VOCAB + 7, dtype=torch.int32)
+    mask = torch.zeros(1, 13, dtype=torch.int32).expand(BATCH, -1)
     penalties = {"repetition_penalty": TENSOR, "frequency_penalty": 0.25, "presence_penalty": TENSOR + 1}
     seen = torch.zeros(BATCH, num_token_groups(VOCAB + 500), dtype=torch.uint8)
     of_vocabulary = {"dense_bias": VECTOR + 1, "bias_ids": wide[:, :2], "bias_values": torch.zeros(BATCH, 2)}
     of_vocabulary |= {"counts": wide, "seen": seen, "token_mask": mask}
     params = SamplingParams(bias=VECTOR, logit_scale=2.0, soft_cap=30.0, **penalties, **of_vocabulary)
-    drawn = launch.run(SampleInputs(hidden, weight, 0.5, 7, 11, num_samples, VOCAB, params=params))
-    ((features, values),) = calls
+    drawn = launch.run(make_step(params, num_samples=num_samples))
+    ((features, values),) = launches
     assert features == KINDS["processed"]
     _, arguments, transforms, outputs = LaunchArguments.of(values)
     assert arguments.num_samples == num_samples
@@ -357,18 +348,8 @@ def test_what_changes_logits_alone_is_one_launch(monkeypatch, num_samples):
     assert nothing._replace(logit_scale=0.0, repetition_value=0.0) == (0,) * len(NO_TRANSFORMS)
 
 
-def test_what_asks_for_nothing_takes_the_plain_kernel(monkeypatch):
-    calls = []
-
-    def plan(*rest):
-        return launch._Plan(lambda *values: calls.append((rest[-1], values)), 2, 66, 0, 0, VOCAB, 8)
-
-    monkeypatch.setattr(launch, "_plan", plan)
-    monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
-    hidden, weight = (torch.zeros(rows, DIM, dtype=torch.bfloat16) for rows in (BATCH, VOCAB))
-    launch.run(
-        SampleInputs(hidden, weight, 0.5, 7, 11, 1, VOCAB, params=SamplingParams(top_k=-1, repetition_penalty=TENSOR))
-    )
-    ((features, values),) = calls
+def test_what_asks_for_nothing_takes_the_plain_kernel(launches):
+    launch.run(make_step(SamplingParams(top_k=-1, repetition_penalty=TENSOR)))
+    ((features, values),) = launches
     assert features == KINDS["plain"]
     assert len(values) == len(LaunchArguments.names(features))

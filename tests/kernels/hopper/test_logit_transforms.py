@@ -22,7 +22,15 @@ from flashsampling.outputs import SampleResult
 from flashsampling.reference import logit_transforms
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from tests.conftest import DEVICE
-from tests.kernels.hopper.test_logits import CONFIGS, IDS, ON_GPU, check, left_zero, make_step  # noqa: F401, a fixture
+from tests.kernels.hopper.test_logits import (  # noqa: F401, a fixture
+    CONFIGS,
+    IDS,
+    ON_GPU,
+    check,
+    left_zero,
+    make_step,
+    ragged,
+)
 from tests.kernels.test_cuda import kernel_nodes
 from tests.kernels.triton.test_filtered import agrees
 from tests.mixes import Mix
@@ -86,12 +94,8 @@ def everything(batch: int, vocab: int) -> dict[str, SamplingParams]:
         1, 100_000, (batch, vocab), device=DEVICE
     )
     counts = counts.int() | torch.where(torch.rand(batch, vocab, device=DEVICE) < 0.3, -(2**31), 0).int()
-    rows = torch.rand(3, batch, device=DEVICE)
-    penalties = {
-        "repetition_penalty": rows[0] + 0.5,
-        "frequency_penalty": rows[1] * 1e-3,
-        "presence_penalty": rows[2] * 2 - 1,
-    }
+    a, b, c = torch.rand(3, batch, device=DEVICE)
+    penalties = {"repetition_penalty": a + 0.5, "frequency_penalty": b * 1e-3, "presence_penalty": c * 2 - 1}
     parts: dict[str, dict[str, Any]] = {
         "bias": {"bias": torch.randn(vocab, device=DEVICE)},
         "scale": {"logit_scale": 0.0625},
@@ -100,12 +104,7 @@ def everything(batch: int, vocab: int) -> dict[str, SamplingParams]:
         "sparse": sparse(batch, vocab),
         "mask": {"token_mask": random_mask(batch, vocab)},
         "penalties": {"counts": counts, **penalties},
-        "one for all": {
-            "counts": counts,
-            "repetition_penalty": 1.3,
-            "frequency_penalty": 0.01,
-            "presence_penalty": -0.5,
-        },
+        "one for all": {"counts": counts, **dict(zip(penalties, (1.3, 0.01, -0.5)))},
     }
     of_each = {name: SamplingParams(**part) for name, part in parts.items()}
     whole = {name: value for part in list(parts.values())[:7] for name, value in part.items()}
@@ -137,13 +136,7 @@ def against_the_oracle(step: SampleInputs) -> SampleResult:
 @pytest.mark.quick(0)
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
 def test_bits_are_those_of_triton(shape):
-    """Full and ragged blocks of rows, one and several."""
-    for batch, vocab in (
-        (shape.block_b - 3, 1000 if ON_GPU else 600),
-        (shape.block_b + 5, 129),
-        (shape.block_b, 31),
-        (1, 1),
-    ):
+    for batch, vocab in ragged(shape):
         step = make_step(batch, vocab)
         step.hidden_states[:, :8] *= 10
         logits_gemm = module.run_with_logits(step, 0, None, shape)[0]
@@ -151,27 +144,28 @@ def test_bits_are_those_of_triton(shape):
             assert_same_bits(processed(step, params, shape), by_triton(logits_gemm, params), name)
 
 
+def by_shards(step: SampleInputs) -> torch.Tensor:
+    """Tokens of a vocabulary of 1001 that is cut anywhere, by each rank's winners."""
+    bias, winners = step.params.bias, []
+    for first, last in itertools.pairwise((0, 37, 37, 449, 640, 1001)):
+        params = step.params if bias is None else step.params._replace(bias=bias[first:last].clone())
+        shard = Shard(first, exchange_protocol.PACKED)
+        part = step._replace(weight=step.weight[first:last], vocab_size=last - first, shard=shard, params=params)
+        assert module.runs_on_shard(part)
+        winners.append(launch.run(part).ids[: len(step.hidden_states) * step.num_samples])
+    return exchange_protocol.tokens_of(torch.stack(winners))
+
+
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("batch", [1, 40, 150, 256, 300] if ON_GPU else [7])
 @pytest.mark.parametrize("name", ["bias", "cap", "dense", "sparse", "mask", "penalties", "everything"])
 def test_shards(name, batch):
-    """Each rank's winners of a whole vocabulary's request, cut anywhere, are together what one draws; of tensors that
-    end with the vocabulary."""
-    vocab, cuts = 1001, (0, 37, 37, 449, 640, 1001)
-    whole = make_step(batch, vocab)
-    temperature = whole.rows().temperature
-    temperature[1::7] = INF
-    whole = whole._replace(temperature=temperature, params=everything(batch, vocab)[name])
-    bias = whole.params.bias
-    for num_samples in (1, 2):
-        step = whole._replace(num_samples=num_samples)
-        winners = []
-        for first, last in itertools.pairwise(cuts):
-            of_shard = step.params if bias is None else step.params._replace(bias=bias[first:last].clone())
-            shard = Shard(first, exchange_protocol.PACKED)
-            part = step._replace(weight=step.weight[first:last], vocab_size=last - first, shard=shard, params=of_shard)
-            assert module.runs_on_shard(part)
-            winners.append(launch.run(part).ids[: batch * num_samples])
-        assert torch.equal(exchange_protocol.tokens_of(torch.stack(winners)), launch.run(step).ids)
+    """Each rank's winners of a whole vocabulary's request are together what one draws; of tensors that end with the
+    vocabulary."""
+    step = make_step(batch, 1001)._replace(params=everything(batch, 1001)[name])
+    step.rows().temperature[1::7] = INF
+    for one in (step, step._replace(num_samples=2)):
+        assert torch.equal(by_shards(one), launch.run(one).ids)
 
 
 def test_logits_of_a_shard():
@@ -194,13 +188,9 @@ def test_matrices_of_any_stride():
     assert params.token_mask is not None
     expected = processed(step, params)
     assert_same_bits(expected, by_triton(logits_gemm, params))
-    for counts, mask in (
-        (
-            torch.nn.functional.pad(params.counts, (0, 5), value=99),
-            torch.nn.functional.pad(params.token_mask, (0, 3), value=-1),
-        ),
-        (params.counts.T.contiguous().T, params.token_mask.T.contiguous().T),
-    ):
+    wide = [torch.nn.functional.pad(part, (0, 5), value=-1) for part in (params.counts, params.token_mask)]
+    columns_first = [part.T.contiguous().T for part in (params.counts, params.token_mask)]
+    for counts, mask in (wide, columns_first):
         assert torch.equal(processed(step, params._replace(counts=counts, token_mask=mask)), expected)
     counts, mask = params.counts[:1].expand(batch, -1), params.token_mask[:1].expand(batch, -1)
     one = params._replace(counts=counts, token_mask=mask)
@@ -208,7 +198,7 @@ def test_matrices_of_any_stride():
     assert torch.equal(processed(step, one), processed(step, copied))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", CONFIGS, ids=IDS)
 def test_many_entries_of_a_tile(shape):
     """More than a warp's lanes, of one token too, added in the row's order: 1e8 - 1e8 + 1 is not 1e8 + 1 - 1e8;
@@ -236,13 +226,13 @@ def test_many_entries_of_a_tile(shape):
 
 def test_special_values():
     """Of products and of what is done to them; what is masked out is -inf, NaN too."""
-    batch, vocab = 40, 700
+    batch, vocab = 40 if ON_GPU else 8, 700
     step = make_step(batch, vocab)
     states, weight = torch.zeros_like(step.hidden_states), torch.zeros_like(step.weight)
     weight[:vocab, 0] = torch.randn(vocab, device=DEVICE).bfloat16()
     weight[5:9, 1] = torch.tensor([NAN, INF, -INF, 3e38], device=DEVICE).bfloat16()
     states[:, 0] = torch.linspace(-300, 300, batch, device=DEVICE).bfloat16()
-    states[:20, 1] = 1.0
+    states[: batch // 2, 1] = 1.0
     states[3, 0] = 3e38
     step = step._replace(hidden_states=states, weight=weight)
     logits_gemm = module.run_with_logits(step, 0, None)[0]
@@ -353,7 +343,7 @@ def test_infinite_logits_at_an_infinite_temperature(name):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("batch", [8, 64, 256] if ON_GPU else [8, 256])
+@pytest.mark.parametrize("batch", [8, 64, 256] if ON_GPU else [256, 8])
 @pytest.mark.parametrize("deviation", [0.1, 1.0, 40.0])
 def test_the_search_misses_nothing(batch, deviation):
     """One draw, searched, and two, of which every token is evaluated, bit for bit, from the lowest temperatures on."""
@@ -378,11 +368,8 @@ def test_rows_without_a_mask_are_as_without():
     step = make_step(batch, 4099)
     mask = torch.full((batch, 129), -1, dtype=torch.int32, device=DEVICE)
     mask[::2] = random_mask(batch // 2, 4099)
-    masked, plain = (
-        launch.run(step._replace(params=SamplingParams(token_mask=mask))).ids,
-        launch.run(step._replace(params=DEFAULT_PARAMS)).ids,
-    )
-    assert torch.equal(masked[1::2], plain[1::2])
+    masked = launch.run(step._replace(params=SamplingParams(token_mask=mask))).ids
+    assert torch.equal(masked[1::2], launch.run(step).ids[1::2])
 
 
 @pytest.mark.gpu

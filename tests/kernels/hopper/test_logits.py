@@ -13,13 +13,13 @@ from flashsampling import workspace
 from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.hopper import config, dispatch, launch
 from flashsampling.kernels.hopper.config import KINDS, NO_CUTOFFS, NO_TRANSFORMS
-from flashsampling.outputs import DEFERRED_DRAW, layout
-from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
+from flashsampling.outputs import DEFERRED_DRAW
+from flashsampling.sampling_params import SamplingParams
 from tests.api.test_token_counts import seen_of
 from tests.conftest import DEVICE
 from tests.kernels.triton.test_filtered import agrees
-from tests.kernels.triton.test_filtered_kernel import by_token, may_be_deferred
-from tests.problems import ALL_SHAPES, CUTE_SHAPES, NEEDS_CUTE
+from tests.kernels.triton.test_filtered_kernel import by_token, in_blocks, key_of, masses_of, may_be_deferred
+from tests.problems import ALL_SHAPES, CUTE_SHAPES, NEEDS_CUTE, assert_same_rows, parts_of
 
 pytestmark = NEEDS_CUTE
 
@@ -64,28 +64,6 @@ def make_step(
     )
 
 
-def in_blocks(logits: torch.Tensor) -> torch.Tensor:
-    """(B, blocks, 32), -inf where there is no token."""
-    batch, vocab = logits.shape
-    tiles = -(-vocab // 128)
-    padded = torch.nn.functional.pad(logits, (0, 128 * tiles - vocab), value=-INF)
-    return padded.view(batch, tiles, 2, 4, 16).transpose(2, 3).reshape(batch, 4 * tiles, 32)
-
-
-def keys_of(x: torch.Tensor) -> torch.Tensor:
-    bits = (x + 0.0).view(torch.int32)
-    return torch.where(x.isnan(), 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-
-
-def masses_of(blocks: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """(B, blocks) float64, as ``block_stats_kernel`` has it."""
-    temperature = torch.where(temperature < 1e-6, 1.0, temperature)
-    scale = (1.0 / temperature.double() * LOG2_E).clamp(min=2.0**-149)[:, None, None]
-    top = blocks.amax(2, keepdim=True)
-    top = torch.where(top == -INF, 0.0, top).double()
-    return torch.exp2(torch.where(blocks == top, 0.0, (blocks.double() - top) * scale)).sum(2)
-
-
 def check(
     step: SampleInputs,
     shape: config.TileConfig | None = None,
@@ -99,7 +77,7 @@ def check(
     assert logits.shape == (batch, vocab)
     assert logits.stride(0) % 4 == 0
     blocks = in_blocks(logits)
-    assert torch.equal(keys, keys_of(blocks.amax(2)))
+    assert torch.equal(keys, key_of(blocks.amax(2)))
     known = ~blocks.isnan().any(2)
     ones = torch.ones(batch, device=DEVICE)
     for found, temperature in ((sums, step.rows().temperature), (raw_sums, ones)):
@@ -109,6 +87,11 @@ def check(
         assert torch.equal(drawn, launch.run(step, shape).ids)
     assert all(int(buffer.count_nonzero()) == 0 for buffer in workspace._per_stream.values())
     return logits, keys, sums, raw_sums
+
+
+def ragged(shape: config.TileConfig) -> list[tuple[int, int]]:
+    """(batch, vocab): full and ragged blocks of rows and of tokens, one and several."""
+    return [(shape.block_b - 3, 1000 if ON_GPU else 600), (shape.block_b + 5, 129), (shape.block_b, 31), (1, 1)]
 
 
 def logits_gemm(step: SampleInputs) -> torch.Tensor:
@@ -149,7 +132,7 @@ def test_more_logits_than_32_bits_count():
     step = make_step(batch, vocab, 64)
     logits, (keys, *_), drawn = dispatch.run_with_logits(step, 1, BOTH)
     rows = [0, 1, 2000, batch - 1]
-    assert torch.equal(keys[rows], keys_of(in_blocks(logits[rows]).amax(2)))
+    assert torch.equal(keys[rows], key_of(in_blocks(logits[rows]).amax(2)))
     exact = step.hidden_states[rows].double() @ step.weight[:vocab].double().T
     assert (logits[rows] - exact).abs().max() < 2e-3
     assert torch.equal(drawn, launch.run(step).ids)
@@ -284,6 +267,20 @@ def several_tiles(monkeypatch):
         yield
 
 
+def run_with_cutoffs(
+    step: SampleInputs,
+    wanted: SamplingParams,
+    shape: config.TileConfig | None,
+    outputs: tuple[torch.Tensor | None, ...],  # logits by block, keys, masses
+    cutoffs: torch.Tensor,
+) -> torch.Tensor:
+    """What it draws; the rest is written to ``outputs`` and ``cutoffs``."""
+    logits, keys, masses = (0 if output is None else output.data_ptr() for output in outputs)
+    addresses = logits, outputs[0].stride(0) * 4, keys, masses, 0
+    arguments = (*NO_TRANSFORMS, *addresses, *dispatch._cutoff_arguments(wanted, cutoffs))
+    return launch.run(step, shape, KINDS["logits"], arguments).ids
+
+
 def are_deferred(step: SampleInputs, wanted: SamplingParams, shape: config.TileConfig | None = None) -> torch.Tensor:
     """(B,) bool: rows of a block all of whose draws are deferred to the filtered-sampling kernel."""
     batch, dim = step.hidden_states.shape
@@ -307,10 +304,8 @@ def stored_share(
     stored = torch.full((batch, -(-vocab // 128) * 128), POISON, device=DEVICE)
     again, cutoffs = torch.zeros_like(keys), torch.full((batch,), 77, dtype=torch.int32, device=DEVICE)
     masses = torch.full_like(sums, math.nan)
-    addresses = stored.data_ptr(), stored.stride(0) * 4, again.data_ptr(), masses.data_ptr(), 0
-    outputs = (*NO_TRANSFORMS, *addresses, *dispatch._cutoff_arguments(wanted, cutoffs))
     ids = torch.where(are_deferred(step, wanted, shape), DEFERRED_DRAW, drawn)
-    assert torch.equal(launch.run(step, shape, KINDS["logits"], outputs).ids, ids)
+    assert torch.equal(run_with_cutoffs(step, wanted, shape, (stored, again, masses), cutoffs), ids)
     assert torch.equal(again, keys)
     top_k = torch.zeros(batch, dtype=torch.int64, device=DEVICE) + wanted.top_k
     by_top_k = (top_k > 0) & (top_k < vocab)
@@ -330,7 +325,7 @@ def stored_share(
     assert (cutoffs <= found)[by_top_k & (rank <= keys.shape[1])].all()
     assert (cutoffs == LOWEST)[by_top_k & (rank > config.CUTOFF_KEYS)].all()
     least = logits.double().amax(1) + min_p.clamp(max=1).double().log() * step.rows().temperature.double()
-    assert (cutoffs <= keys_of(least.float()))[~by_top_k & (min_p > 0)].all()
+    assert (cutoffs <= key_of(least.float()))[~by_top_k & (min_p > 0)].all()
     assert (cutoffs == LOWEST)[~by_top_k & ~(min_p > 0)].all()
     assert all(int(buffer.count_nonzero()) == 0 for buffer in workspace._per_stream.values())
     return there.float().mean(1)
@@ -409,6 +404,7 @@ def test_deferred_draws(shape, several_tiles):
         stored_share(other, SamplingParams(top_k=9), shape)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("batch", [1, 16, 100, 256, 300] if ON_GPU else [7])
 def test_whose_draws_are_left_does_not_matter(batch):
     """The oracle's tokens; and the others' bits, where one row of the block wants its draw. With rows of infinities and
@@ -436,13 +432,10 @@ def test_whose_draws_are_left_does_not_matter(batch):
         whole = step._replace(params=wanted, temperature=temperature)
         drawn = agrees(launch.run(whole), whole)
         assert (drawn.ids[:batch] >= 0).float().mean() >= 0.7 - 1 / batch
-        greedy = whole._replace(
-            temperature=torch.where(torch.arange(batch, device=DEVICE) == batch // 2, 0.0, temperature)
-        )
         others = torch.arange(batch, device=DEVICE) != batch // 2
-        of = layout(batch, 1, wanted)
-        again = of.split(launch.run(greedy), batch)
-        for part, values in of.split(drawn, batch).items():
+        greedy = whole._replace(temperature=torch.where(others, temperature, 0.0))
+        again = parts_of(launch.run(greedy), greedy)
+        for part, values in parts_of(drawn, whole).items():
             assert torch.equal(values[others].nan_to_num(7.0), again[part][others].nan_to_num(7.0)), part
 
 
@@ -483,12 +476,10 @@ def test_cutoffs_are_not_above_those_of_the_filtered_kernel(several_tiles):
     for min_p in (0.999, 0.5, 0.05):
         logits, cutoffs = torch.empty(16, 9088, device=DEVICE), torch.empty(16, dtype=torch.int32, device=DEVICE)
         keys = torch.empty(16, 284, dtype=torch.int32, device=DEVICE)
-        addresses = logits.data_ptr(), logits.stride(0) * 4, keys.data_ptr(), 0, 0
-        outputs = (*NO_TRANSFORMS, *addresses, *dispatch._cutoff_arguments(SamplingParams(min_p=min_p), cutoffs))
-        launch.run(step, config.CONFIGS[0], KINDS["logits"], outputs)
+        run_with_cutoffs(step, SamplingParams(min_p=min_p), config.CONFIGS[0], (logits, keys, None), cutoffs)
         key = keys.amax(1)
         top = (key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32)
-        assert (cutoffs <= keys_of(top + (math.log2(min_p) - 0.01) / LOG2_E - top.abs() * 1e-6)).all()
+        assert (cutoffs <= key_of(top + (math.log2(min_p) - 0.01) / LOG2_E - top.abs() * 1e-6)).all()
 
 
 @pytest.mark.gpu
@@ -520,9 +511,7 @@ def test_cutoffs_of_special_rows(several_tiles):
     for wanted in (SamplingParams(top_k=50), SamplingParams(min_p=0.1), SamplingParams(min_p=1.0)):
         again = torch.full((batch, -(-vocab // 128) * 128), POISON, device=DEVICE)
         cutoffs = torch.empty(batch, dtype=torch.int32, device=DEVICE)
-        addresses = again.data_ptr(), again.stride(0) * 4, keys.data_ptr(), 0, 0
-        outputs = (*NO_TRANSFORMS, *addresses, *dispatch._cutoff_arguments(wanted, cutoffs))
-        assert torch.equal(launch.run(step, None, KINDS["logits"], outputs).ids, drawn)
+        assert torch.equal(run_with_cutoffs(step, wanted, None, (again, keys, None), cutoffs), drawn)
         needed = (in_blocks(torch.ones_like(logits)) > 0) & (keys >= cutoffs[:, None])[:, :, None]
         again = by_token(again)[:, :vocab]
         same = in_blocks((again.view(torch.int32) == logits.view(torch.int32)).float()) > 0
@@ -583,22 +572,17 @@ def test_whole_steps(name, batch, number):
     step = make_step(batch, 4099 if ON_GPU else 1001, num_samples=2)._replace(params=REQUESTS[name])
     if number:
         step = step._replace(temperature=0.8)
-    drawn = agrees(launch.run(step), step)
-    some = step.part(batch // 3, batch)
-    whole = layout(batch, 2, step.params).split(drawn, batch)
-    for part, values in layout(batch - batch // 3, 2, step.params).split(launch.run(some), batch - batch // 3).items():
-        assert torch.equal(values.nan_to_num(7.0), whole[part][batch // 3 :].nan_to_num(7.0)), part
+    drawn, some = agrees(launch.run(step), step), step.part(batch // 3, batch)
+    assert_same_rows(launch.run(some), some, drawn, step, slice(batch // 3, None))
 
 
 def test_filters_of_some_rows():
     """The others' tokens are those of the plain kernel."""
-    step = make_step(60 if ON_GPU else 8, 4099)
-    top_k = torch.zeros(len(step.hidden_states), dtype=torch.int32, device=DEVICE)
+    plain = make_step(60 if ON_GPU else 8, 4099)
+    top_k = torch.zeros(len(plain.hidden_states), dtype=torch.int32, device=DEVICE)
     top_k[::2] = 5
-    drawn = agrees(
-        launch.run(step._replace(params=SamplingParams(top_k=top_k))), step._replace(params=SamplingParams(top_k=top_k))
-    )
-    assert torch.equal(drawn.ids[1::2], launch.run(step._replace(params=DEFAULT_PARAMS)).ids[1::2])
+    step = plain._replace(params=SamplingParams(top_k=top_k))
+    assert torch.equal(agrees(launch.run(step), step).ids[1::2], launch.run(plain).ids[1::2])
 
 
 @pytest.mark.gpu

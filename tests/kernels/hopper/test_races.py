@@ -14,7 +14,7 @@ from flashsampling.sampling_params import SamplingParams
 from tests import emulator
 from tests.conftest import DEVICE
 from tests.kernels.hopper.test_logit_transforms import everything, processed
-from tests.kernels.hopper.test_logits import IDS, make_step, stored_share
+from tests.kernels.hopper.test_logits import IDS, make_step, run_with_cutoffs, stored_share
 from tests.kernels.hopper.test_nonzero_mask import known
 from tests.kernels.test_exactness import awkward_rows, awkward_weight
 from tests.problems import CUTE_SHAPES
@@ -154,20 +154,12 @@ def test_a_missing_order_is_found(what, ctas, monkeypatch):
     monkeypatch.setattr(launch, "kernel_for", lambda *_: kernel)
     ctas(6)
     step = make_step(7, 3000, 200)
-    outputs = (
-        torch.empty(7, 3072),
-        torch.empty(7, 96, dtype=torch.int32),
-        torch.empty(7, 96),
-        torch.empty(7, dtype=torch.int32),
-    )
-    logits, keys, sums, cutoffs = outputs
-    addresses = logits.data_ptr(), 4 * 3072, keys.data_ptr(), sums.data_ptr(), 0
-    asked_for = (*config.NO_TRANSFORMS, *addresses, *dispatch._cutoff_arguments(SamplingParams(top_k=5), cutoffs))
+    outputs = torch.empty(7, 3072), torch.empty(7, 96, dtype=torch.int32), torch.empty(7, 96)
 
     def fails():
         for seed in range(10):
             monkeypatch.setattr(settings, "seed", seed)
-            launch.run(step, shape, kind, asked_for)
+            run_with_cutoffs(step, SamplingParams(top_k=5), shape, outputs, torch.empty(7, dtype=torch.int32))
 
     with pytest.raises(MachineError, match="a race at"):
         fails()

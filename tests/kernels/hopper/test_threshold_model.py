@@ -49,7 +49,7 @@ def _quiet():
         yield
 
 
-ROUNDS, N = 4, 60_000
+N = 240_000
 
 
 def assert_none(bad, **values):
@@ -80,57 +80,50 @@ def test_codes_bound_the_gumbel():
 def test_what_is_skipped_scores_less():
     """By thresholds of a score: less. By those of the next float: less or equally."""
     rng = np.random.default_rng(0)
-    for _ in range(ROUNDS):
-        t, slope, (_, _, _, s0), (l1, w1, c1, s1) = scored(rng, N)
-        ratio = ratio_of(t, slope)
-        for strict in (False, True):
-            known = threshold_from_score(next_float(s0) if strict else s0, slope)
-            skips = ~coarse(l1, c1, slope, known) | ~may_win(l1, c1, slope, known, ratio)
-            skips |= ~is_low_temperature(slope) & ~may_win_fast(l1, c1, slope, known)
-            skips |= ~some_may_win(l1, c1, slope, known, ratio)
-            wins = s1 > s0 if strict else s1 >= s0
-            assert_none(skips & wins & np.isfinite(s0), t=t, s0=s0, l1=l1, w1=w1, s1=s1, known=known)
+    t, slope, (_, _, _, s0), (l1, w1, c1, s1) = scored(rng, N)
+    ratio = ratio_of(t, slope)
+    for strict in (False, True):
+        known = threshold_from_score(next_float(s0) if strict else s0, slope)
+        skips = ~coarse(l1, c1, slope, known) | ~may_win(l1, c1, slope, known, ratio)
+        skips |= ~is_low_temperature(slope) & ~may_win_fast(l1, c1, slope, known)
+        skips |= ~some_may_win(l1, c1, slope, known, ratio)
+        wins = s1 > s0 if strict else s1 >= s0
+        assert_none(skips & wins & np.isfinite(s0), t=t, s0=s0, l1=l1, w1=w1, s1=s1, known=known)
 
 
 def test_a_higher_score_has_no_higher_threshold():
     rng = np.random.default_rng(1)
-    for _ in range(ROUNDS):
-        slope = search_slope(temperatures(rng, N))
-        s = logits(rng, N, np.full(N, 1, F))
-        assert_none(
-            height(threshold_from_score(next_float(s), slope)) > height(threshold_from_score(s, slope)),
-            slope=slope,
-            s=s,
-        )
+    slope = search_slope(temperatures(rng, N))
+    s = logits(rng, N, np.full(N, 1, F))
+    higher, lower = threshold_from_score(next_float(s), slope), threshold_from_score(s, slope)
+    assert_none(height(higher) > height(lower), slope=slope, s=s)
 
 
 def test_seeds_are_lower_bounds():
     """A seed's threshold is not below that of the token's score, and the score made of a threshold is reached."""
     rng = np.random.default_rng(2)
-    for _ in range(ROUNDS):
-        t, slope, (logit, word, code, s), _ = scored(rng, N)
-        seed = warm_start_bound(logit, code, slope, ratio_of(t, slope))
-        usable = np.isfinite(seed)
-        known = threshold_from_warm_start(seed, slope)
-        below = height(known) < height(threshold_from_score(s, slope))
-        assert_none(usable & below, t=t, logit=logit, word=word, s=s, seed=seed)
-        for thr in (known, threshold_from_score(s, slope)):
-            for ulps in (-1, 1):
-                made = score_from_threshold(thr, slope, ulps)
-                shared = usable & (thr < F(thresholds.INFINITE_ALONE)) & (thr > F(thresholds.INFINITE_FOUND))
-                assert_none(shared & ~(made <= s), t=t, logit=logit, word=word, s=s, thr=thr, made=made)
+    t, slope, (logit, word, code, s), _ = scored(rng, N)
+    seed = warm_start_bound(logit, code, slope, ratio_of(t, slope))
+    usable = np.isfinite(seed)
+    known = threshold_from_warm_start(seed, slope)
+    below = height(known) < height(threshold_from_score(s, slope))
+    assert_none(usable & below, t=t, logit=logit, word=word, s=s, seed=seed)
+    for thr in (known, threshold_from_score(s, slope)):
+        for ulps in (-1, 1):
+            made = score_from_threshold(thr, slope, ulps)
+            shared = usable & (thr < F(thresholds.INFINITE_ALONE)) & (thr > F(thresholds.INFINITE_FOUND))
+            assert_none(shared & ~(made <= s), t=t, logit=logit, word=word, s=s, thr=thr, made=made)
 
 
 def test_a_shared_strict_threshold_is_a_reached_score():
     """``ThresholdUpdates.share`` reads whatever the evaluators have set by then, ``update_threshold``'s thresholds of
     ``after`` too."""
     rng = np.random.default_rng(3)
-    for _ in range(ROUNDS):
-        t, slope, (logit, _, _, s), _ = scored(rng, N)
-        thr = threshold_from_score(next_float(s), slope)
-        shared = (thr < F(thresholds.INFINITE_ALONE)) & (thr > F(thresholds.INFINITE_FOUND))
-        made = score_from_threshold(thr, slope, 1)
-        assert_none(shared & ~(made <= s), t=t, logit=logit, s=s, thr=thr, made=made)
+    t, slope, (logit, _, _, s), _ = scored(rng, N)
+    thr = threshold_from_score(next_float(s), slope)
+    shared = (thr < F(thresholds.INFINITE_ALONE)) & (thr > F(thresholds.INFINITE_FOUND))
+    made = score_from_threshold(thr, slope, 1)
+    assert_none(shared & ~(made <= s), t=t, logit=logit, s=s, thr=thr, made=made)
 
 
 def _s_where_smooth_thresholds_are_near_zero(rng, n):
@@ -144,12 +137,8 @@ def test_what_is_best_leads():
     """Over what lower and equal scores, or the next float of an equal one, have set; also where thresholds pass
     zero."""
     rng = np.random.default_rng(4)
-    for i in range(ROUNDS):
-        if i % 2:
-            slope, s = _s_where_smooth_thresholds_are_near_zero(rng, N)
-        else:
-            slope = search_slope(temperatures(rng, N))
-            s = logits(rng, N, np.full(N, 1, F))
+    ordinary = search_slope(temperatures(rng, N)), logits(rng, N, np.full(N, 1, F))
+    for slope, s in (ordinary, _s_where_smooth_thresholds_are_near_zero(rng, N)):
         lower = threshold_from_score(s, slope)
         assert leads(lower, np.full(N, INF)).all()
         assert leads(lower, np.full(N, UNKNOWN)).all()
@@ -192,38 +181,34 @@ def test_nan_and_infinite_scores_are_candidates():
 def test_what_is_greatest_may_win_if_any_token_may():
     """A thread's tokens of a column are looked at together first."""
     rng = np.random.default_rng(7)
-    for _ in range(ROUNDS):
-        t, slope, (logit, _, code, s), _ = scored(rng, N)
-        known = threshold_from_score((s + rng.choice([0, 20, 1e6], N)).astype(F), slope)
-        marks = rng.choice(np.array([UNKNOWN, thresholds.INFINITE_FOUND, thresholds.INFINITE_ALONE], F), N)
-        known = np.where(rng.random(N) < 0.1, marks, known)
-        tokens = [(logit, code)]
-        for _ in range(3):
-            other = np.where(rng.random(N) < 0.5, logit, logits(rng, N, np.full(N, 1, F)))
-            other = np.where(rng.random(N) < 0.1, rng.choice(np.array([np.nan, np.inf, -np.inf], F), N), other)
-            tokens.append((other, code_of(words(rng, N))))
-        some, ratio = np.zeros(N, bool), ratio_of(t, slope)
-        for token in tokens:
-            some |= may_win(*token, slope, known, ratio)
-        greatest = [np.maximum.reduce([token[i] for token in tokens]) for i in range(2)]
-        assert_none(some & ~some_may_win(*greatest, slope, known, ratio), t=t, slope=slope, known=known)
+    t, slope, (logit, _, code, s), _ = scored(rng, N)
+    known = threshold_from_score((s + rng.choice([0, 20, 1e6], N)).astype(F), slope)
+    marks = rng.choice(np.array([UNKNOWN, thresholds.INFINITE_FOUND, thresholds.INFINITE_ALONE], F), N)
+    known = np.where(rng.random(N) < 0.1, marks, known)
+    tokens = [(logit, code)]
+    for _ in range(3):
+        other = np.where(rng.random(N) < 0.5, logit, logits(rng, N, np.full(N, 1, F)))
+        other = np.where(rng.random(N) < 0.1, rng.choice(np.array([np.nan, np.inf, -np.inf], F), N), other)
+        tokens.append((other, code_of(words(rng, N))))
+    some, ratio = np.zeros(N, bool), ratio_of(t, slope)
+    for token in tokens:
+        some |= may_win(*token, slope, known, ratio)
+    greatest = [np.maximum.reduce([token[i] for token in tokens]) for i in range(2)]
+    assert_none(some & ~some_may_win(*greatest, slope, known, ratio), t=t, slope=slope, known=known)
 
 
 def test_ratios_bound_a_sharp_rows_amplitude():
     """From below within the roundings that ``warm_start_bound`` has room for, from above strictly, and by 1/128 of it
     at most."""
     rng = np.random.default_rng(8)
-    for _ in range(ROUNDS):
-        t = np.maximum(low_temperatures(rng, N), F(1e-6))
-        slope = search_slope(t)
-        assert is_low_temperature(slope).all()
-        ratio, exact = (
-            ratio_of(t, slope).astype(np.float64),
-            amplitude_of(t).astype(np.float64) * slope.astype(np.float64),
-        )
-        assert_none(~(ratio <= exact * (1 + 2.0**-20)), t=t, ratio=ratio, exact=exact)
-        assert_none(~(ratio + thresholds.RATIO_STEP > exact), t=t, ratio=ratio, exact=exact)
-        assert_none(ratio + thresholds.RATIO_STEP > exact * (1 + 2.0**-7 + 2.0**-20), t=t, ratio=ratio, exact=exact)
+    t = np.maximum(low_temperatures(rng, N), F(1e-6))
+    slope = search_slope(t)
+    assert is_low_temperature(slope).all()
+    ratio = ratio_of(t, slope).astype(np.float64)
+    exact = amplitude_of(t).astype(np.float64) * slope.astype(np.float64)
+    assert_none(~(ratio <= exact * (1 + 2.0**-20)), t=t, ratio=ratio, exact=exact)
+    assert_none(~(ratio + thresholds.RATIO_STEP > exact), t=t, ratio=ratio, exact=exact)
+    assert_none(ratio + thresholds.RATIO_STEP > exact * (1 + 2.0**-7 + 2.0**-20), t=t, ratio=ratio, exact=exact)
     others = temperatures(rng, N)
     others = others[~is_low_temperature(search_slope(others))]
     assert (ratio_of(others, search_slope(others)) == 1).all()
@@ -232,31 +217,28 @@ def test_ratios_bound_a_sharp_rows_amplitude():
 def test_equal_scores_of_sharp_rows_are_not_skipped():
     """Tokens that tie, or all but tie, by quite different noise, whose bound is next to it."""
     rng = np.random.default_rng(9)
-    for _ in range(ROUNDS):
-        t = np.maximum(low_temperatures(rng, N), F(1e-6))
-        slope = search_slope(t)
-        ratio = ratio_of(t, slope)
-        l0 = np.where(rng.random(N) < 0.3, F(0), logits(rng, N, t))
-        w0 = words(rng, N)
-        tight = (2.0 ** rng.integers(2, 32, N) * (1 + rng.integers(0, 4, N) / 4)).astype(
-            np.uint32
-        )  # that a bound is next to
-        w1 = np.where(rng.random(N) < 0.7, tight, words(rng, N)).astype(np.uint32)
-        s0, c1 = exact_score(l0, t, w0, rng.uniform(-1, 1, N), 0), code_of(w1)
-        error = rng.uniform(-1, 1, N)
-        l1 = fma(minus_gumbel(w1, error), amplitude_of(t), s0)
-        l1 = (l1.view(np.int32) + rng.integers(-2, 3, N).astype(np.int32)).view(F)
-        s1 = exact_score(l1, t, w1, error, 0)
-        for strict in (False, True):
-            known = threshold_from_score(next_float(s0) if strict else s0, slope)
-            wins = (s1 > s0 if strict else s1 >= s0) & np.isfinite(s0)
-            assert (wins & ~np.isnan(c1)).mean() > 0.2
-            for looked_at in (
-                coarse(l1, c1, slope, known),
-                may_win(l1, c1, slope, known, ratio),
-                some_may_win(l1, c1, slope, known, ratio),
-            ):
-                assert_none(wins & ~looked_at, t=t, l0=l0, w0=w0, s0=s0, l1=l1, w1=w1, s1=s1, known=known)
+    t = np.maximum(low_temperatures(rng, N), F(1e-6))
+    slope = search_slope(t)
+    ratio = ratio_of(t, slope)
+    l0 = np.where(rng.random(N) < 0.3, F(0), logits(rng, N, t))
+    w0 = words(rng, N)
+    tight = (2.0 ** rng.integers(2, 32, N) * (1 + rng.integers(0, 4, N) / 4)).astype(np.uint32)  # next to a bound
+    w1 = np.where(rng.random(N) < 0.7, tight, words(rng, N)).astype(np.uint32)
+    s0, c1 = exact_score(l0, t, w0, rng.uniform(-1, 1, N), 0), code_of(w1)
+    error = rng.uniform(-1, 1, N)
+    l1 = fma(minus_gumbel(w1, error), amplitude_of(t), s0)
+    l1 = (l1.view(np.int32) + rng.integers(-2, 3, N).astype(np.int32)).view(F)
+    s1 = exact_score(l1, t, w1, error, 0)
+    for strict in (False, True):
+        known = threshold_from_score(next_float(s0) if strict else s0, slope)
+        wins = (s1 > s0 if strict else s1 >= s0) & np.isfinite(s0)
+        assert (wins & ~np.isnan(c1)).mean() > 0.2
+        for looked_at in (
+            coarse(l1, c1, slope, known),
+            may_win(l1, c1, slope, known, ratio),
+            some_may_win(l1, c1, slope, known, ratio),
+        ):
+            assert_none(wins & ~looked_at, t=t, l0=l0, w0=w0, s0=s0, l1=l1, w1=w1, s1=s1, known=known)
 
 
 @pytest.mark.quick(1)

@@ -13,24 +13,8 @@ LOG2_E, LN_2 = F(1.4426950408889634), F(0.6931471805599453)
 MARGIN, RELATIVE = thresholds._MARGIN, thresholds._RELATIVE
 UNKNOWN = F(np.nan)
 LARGEST = np.finfo(F).max
-TEMPERATURES = [
-    1e-6,
-    1.0000001e-6,
-    7e-4,
-    7.0443e-4,
-    7.0444e-4,
-    7.0445e-4,
-    1e-3,
-    0.5,
-    0.99999994,
-    1.0,
-    1.0000001,
-    2.0,
-    1e6,
-    1e20,
-    3.4e38,
-    np.inf,
-]
+TEMPERATURES = [1e-6, 1.0000001e-6, 7e-4, 7.0443e-4, 7.0444e-4, 7.0445e-4, 1e-3, 0.5, 0.99999994, 1.0, 1.0000001, 2.0]
+TEMPERATURES += [1e6, 1e20, 3.4e38, np.inf]
 
 
 def fma(a, b, c, dtype=F):
@@ -54,9 +38,8 @@ def rcp(x, ulps):
 
 def rz_bf16(x):
     """cvt.rz.bf16x2.f32."""
-    return np.where(
-        np.isnan(x), F(np.nan), (np.ascontiguousarray(x, F).view(np.uint32) & np.uint32(0xFFFF0000)).view(F)
-    )
+    cut = (np.ascontiguousarray(x, F).view(np.uint32) & np.uint32(0xFFFF0000)).view(F)
+    return np.where(np.isnan(x), F(np.nan), cut)
 
 
 # -- threshold.py
@@ -233,14 +216,8 @@ def scored(rng, n, greedy=0.1):
     both = []
     for logit in (first, neighbours(rng, first, t, n)):
         word = words(rng, n)
-        both.append(
-            (
-                logit,
-                word,
-                code_of(word, t < F(noise.GREEDY_BELOW)),
-                exact_score(logit, t, word, rng.uniform(-1, 1, n), ulps),
-            )
-        )
+        score = exact_score(logit, t, word, rng.uniform(-1, 1, n), ulps)
+        both.append((logit, word, code_of(word, t < F(noise.GREEDY_BELOW)), score))
     return t, slope, *both
 
 
@@ -259,13 +236,10 @@ def evaluations(t, logit, word, ratio, ratio_above, ctas=132, tile=128):
     word, rows = word[:n].reshape(-1, ctas * tile), np.ones(ctas * tile, F)
     slope, code = search_slope(t * rows), code_of(word)
     score = exact_score(logit * rows, t * rows, word, 0.0, 0)
-    known = np.fmin.reduce(
-        threshold_from_warm_start(warm_start_bound(logit * rows, code[0], slope, ratio * rows), slope)[: len(rows) // 2]
-    )
+    seeds = threshold_from_warm_start(warm_start_bound(logit * rows, code[0], slope, ratio * rows), slope)
+    known, below = np.fmin.reduce(seeds[: len(rows) // 2]), (ratio_above - F(thresholds.RATIO_STEP)) * rows
     count = 0
     for i in range(len(word)):
-        count += may_win(
-            logit * rows, code[i], slope, known * rows, (ratio_above - F(thresholds.RATIO_STEP)) * rows
-        ).sum()
+        count += may_win(logit * rows, code[i], slope, known * rows, below).sum()
         known = np.fmin(known, threshold_from_score(score[i].max() * rows, slope)[0])
     return int(count)

@@ -1,9 +1,9 @@
 """Triton's launches where there is no GPU: compiled for one, as they are launched, and not run, in a process of its
 own; or looked up in no cache, by ``LaunchKeys``."""
 
-import os
+import re
 import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,18 @@ class LaunchKeys:
 
 def output_of(program: str, *arguments: Any, cache: Path | None = None) -> str:
     """What a program prints that compiles, by ``compile_only``. ``cache``: a folder of its own for its kernels."""
-    environment = os.environ | {"TRITON_INTERPRET": "0"} | ({} if cache is None else {"TRITON_CACHE_DIR": str(cache)})
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    run = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout
+    from tests.conftest import run_python  # by which these programs, which import this module, would be interpreted
+
+    own_cache = {} if cache is None else {"TRITON_CACHE_DIR": str(cache)}
+    return run_python("-c", program, *arguments, TRITON_INTERPRET="0", **own_cache)
+
+
+def spills_of(kernel: Any) -> int:
+    """Bytes of stack that each thread of a compiled kernel has."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    (spills,) = re.findall(r"STACK:(\d+)", usage)
+    return int(spills)

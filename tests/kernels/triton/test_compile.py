@@ -106,9 +106,8 @@ def test_compiles(capability, dtype, loads, problem, matmul, shared_kib):
     assert report["matmul"] == matmul
     assert int(report["shared"]) <= shared_kib * 1024
     assert int(report["bytes"]) > 0
-    if (
-        capability == 90 and loads == "tma" and problem[2] == 1
-    ):  # of the fast pass, of a second block's, of the careful one
+    if capability == 90 and loads == "tma" and problem[2] == 1:
+        # of the fast pass, of a second block's, of the careful one
         assert int(report["loops_and_waits"]) == (3 if 128 < problem[0] <= 192 else 2)
         assert report["ranks"] == ("2,3" if 64 < problem[0] < 128 else "2")  # two halves of rows by one copy
     if capability == 90 and 128 < problem[0] <= 192:  # both blocks' matmuls of a stage run while the next are issued

@@ -1,10 +1,6 @@
 """The two small kernels behind ``verify`` on a GPU, beside the torch operations that everything else goes through."""
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +10,15 @@ from flashsampling import TokenCounts, verify, verify_from_logits
 from flashsampling.kernels.triton.speculative import draft_chains, rejection
 from flashsampling.speculative import acceptance
 from flashsampling.speculative.drafts import DraftBatch
+from tests.conftest import DEVICE
+from tests.kernels.triton.target import output_of
+from tests.operators import Operators
 
-from ...conftest import DEVICE
-from ...operators import Operators
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Drafts on a CPU go by kernels too."""
+    monkeypatch.setattr(acceptance, "_runs_kernels", lambda states, given: states.device.type == DEVICE.type)
 
 
 def random_given(generator: torch.Generator, batch: int, n: int, is_ragged: bool) -> DraftBatch:
@@ -99,9 +101,8 @@ def test_bounds_of_nonsense(bounds):
 
 
 @pytest.mark.parametrize("method", ["match", "rejection"])
-def test_lengths_of_drafts_that_are_not_there(method, monkeypatch):
+def test_lengths_of_drafts_that_are_not_there(method, kernels):
     """Of no drafts at all none is read, whatever the lengths on the device say."""
-    monkeypatch.setattr(acceptance, "_runs_kernels", lambda states, given: states.device.type == DEVICE.type)
     states, weight = torch.randn(2, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
     drafts, bounds = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.tensor([0, 3, 3], device=DEVICE)
     probs = {"draft_probs": torch.zeros(0, 5, device=DEVICE)} if method == "rejection" else {}
@@ -114,20 +115,14 @@ def test_lengths_of_drafts_that_are_not_there(method, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["contiguous", "transposed", "every other column"])
-def test_rejection_refuses_weights_that_triton_cannot_read(name, monkeypatch):
+def test_rejection_refuses_weights_that_triton_cannot_read(name, kernels):
     """By name, as ``sample`` does; without a name others do it, and the tokens are the oracle's."""
-    monkeypatch.setattr(acceptance, "_runs_kernels", lambda states, given: states.device.type == DEVICE.type)
     states, weight = torch.randn(2, 3, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
-    strided = {
-        "transposed": weight.T.contiguous().T,
-        "every other column": torch.stack([weight, weight], 2).flatten(1)[:, ::2],
-    }
-    given = strided.get(name, weight)
+    every_other = torch.stack([weight, weight], 2).flatten(1)[:, ::2]
+    given = {"transposed": weight.T.contiguous().T, "every other column": every_other}.get(name, weight)
     assert torch.equal(given, weight)
-    drafts, rows = (
-        torch.tensor([[1, 2], [3, 0]], device=DEVICE),
-        {"seed": torch.arange(2, device=DEVICE), "method": "rejection"},
-    )
+    drafts = torch.tensor([[1, 2], [3, 0]], device=DEVICE)
+    rows = {"seed": torch.arange(2, device=DEVICE), "method": "rejection"}
     expected = flashsampling.verify(states, weight, drafts, impl="reference", **rows).token_ids
     assert torch.equal(flashsampling.verify(states, given, drafts, **rows).token_ids, expected)
     if name != "contiguous":
@@ -137,48 +132,32 @@ def test_rejection_refuses_weights_that_triton_cannot_read(name, monkeypatch):
 
 @pytest.mark.every_triton
 @pytest.mark.parametrize("method", ["match", "rejection"])
-def test_drafts_of_any_stride(method, monkeypatch):
+def test_drafts_of_any_stride(method, kernels):
     """What is not contiguous is read as what it is, by kernels too."""
-    monkeypatch.setattr(acceptance, "_runs_kernels", lambda states, given: states.device.type == DEVICE.type)
-    verify = functools.partial(flashsampling.verify, impl="triton")
+    seed = torch.arange(2, device=DEVICE)
+    verify = functools.partial(flashsampling.verify, impl="triton", method=method, seed=seed)
     states, weight = torch.randn(2, 3, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
     drafts = torch.tensor([[1, 9, 2, 9], [3, 9, 0, 9]], device=DEVICE)[:, ::2]
-    seeds = torch.arange(2, device=DEVICE)
-    out = verify(states, weight, drafts, method=method, seed=seeds)
-    assert torch.equal(out.token_ids, verify(states, weight, drafts.contiguous(), method=method, seed=seeds).token_ids)
+    out = verify(states, weight, drafts)
+    assert torch.equal(out.token_ids, verify(states, weight, drafts.contiguous()).token_ids)
     bounds = torch.tensor([0, 9, 2, 9, 4, 9], device=DEVICE)[::2]
-    flat = verify(
-        states.flatten(0, 1),
-        weight,
-        drafts.flatten(),
-        cu_draft_lengths=bounds,
-        max_draft_length=2,
-        method=method,
-        seed=seeds,
-    )
+    flat = verify(states.flatten(0, 1), weight, drafts.flatten(), cu_draft_lengths=bounds, max_draft_length=2)
     assert torch.equal(out.token_ids, flat.token_ids)
 
 
 @pytest.mark.parametrize("method", ["match", "rejection"])
-def test_numbers_of_requests_take_no_launch_of_their_own(method, monkeypatch):
+def test_numbers_of_requests_take_no_launch_of_their_own(method, kernels):
     """All that are asked for are spread by the one that spreads temperatures and seeds."""
-    monkeypatch.setattr(acceptance, "_runs_kernels", lambda states, given: states.device.type == DEVICE.type)
     batch, n, vocab = 3, 2, 40
     states, weight = torch.randn(batch, n + 1, 8, device=DEVICE), torch.randn(vocab, 8, device=DEVICE)
     drafts = torch.randint(vocab, (batch, n), device=DEVICE)
-    numbers = {
-        **{
-            "repetition_penalty": [1.5, 0.7, 1.0],
-            "frequency_penalty": [0.5, 0.0, -0.5],
-            "presence_penalty": [0.0, 2.0, 1.0],
-        },
-        **{"top_k": [0, 3, 7], "top_p": [0.3, 1.0, 0.8], "min_p": [0.0, 0.2, 0.01]},
-        **{"epsilon_cutoff": [0.02, 0.0, 0.1], "top_n_sigma": [0.0, 2.0, 2.5]},
-    }
-    request = {name: torch.tensor(values, device=DEVICE) for name, values in numbers.items()}
-    request["joint_top_p"] = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
-    request |= {"temperature": torch.tensor([0.9, 0.0, 1.2], device=DEVICE), "seed": torch.arange(batch, device=DEVICE)}
-    parts = {name: request[name] for name in request if not name.endswith("_penalty")}
+    parts = {"top_k": [0, 3, 7], "top_p": [0.3, 1.0, 0.8], "min_p": [0.0, 0.2, 0.01], "temperature": [0.9, 0.0, 1.2]}
+    parts |= {"epsilon_cutoff": [0.02, 0.0, 0.1], "top_n_sigma": [0.0, 2.0, 2.5], "seed": [0, 1, 2]}
+    parts = {name: torch.tensor(values, device=DEVICE) for name, values in parts.items()}
+    parts["joint_top_p"] = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
+    penalties = {"repetition_penalty": [1.5, 0.7, 1.0], "frequency_penalty": [0.5, 0.0, -0.5]}
+    penalties |= {"presence_penalty": [0.0, 2.0, 1.0]}
+    request = parts | {name: torch.tensor(values, device=DEVICE) for name, values in penalties.items()}
     with Operators() as ran:
         verify(states, weight, drafts, method=method, impl="triton", **parts)
     assert ran.names
@@ -192,25 +171,18 @@ def test_numbers_of_requests_take_no_launch_of_their_own(method, monkeypatch):
 
 
 def test_a_name_never_falls_back(monkeypatch):
-    """Rejection by an implementation that is named is not Triton's."""
+    """Rejection by an implementation that is named is not Triton's; one that cannot is an error, also where its logits
+    would be all that is asked of it."""
     monkeypatch.setattr(acceptance, "_runs_kernels", lambda states, given: True)
     monkeypatch.setattr(rejection, "run", lambda *_: pytest.fail("by kernels"))
     states, weight, drafts = torch.randn(2, 3, 8), torch.randn(5, 8), torch.tensor([[1, 2], [3, 0]])
+    rows = {"method": "rejection", "seed": torch.arange(2)}
     for impl in ("reference", "streaming"):
-        assert verify(states, weight, drafts, method="rejection", impl=impl, seed=torch.arange(2)).token_ids.shape == (
-            2,
-            3,
-        )
-
-
-def test_a_name_that_cannot_is_an_error(monkeypatch):
-    """Also where its logits would be all that is asked of it."""
-    monkeypatch.setattr(acceptance, "_runs_kernels", lambda states, given: True)
-    states, weight, drafts = torch.randn(2, 3, 8), torch.randn(5, 8), torch.tensor([[1, 2], [3, 0]])
+        assert verify(states, weight, drafts, impl=impl, **rows).token_ids.shape == (2, 3)
     with pytest.raises(ValueError, match="impl='cute' cannot do this"):
-        verify(states, weight, drafts, method="rejection", impl="cute", seed=torch.arange(2))
+        verify(states, weight, drafts, impl="cute", **rows)
     with pytest.raises(ValueError, match="impl='cute' cannot do this"):
-        verify_from_logits(states, drafts, method="rejection", impl="cute", seed=torch.arange(2))
+        verify_from_logits(states, drafts, impl="cute", **rows)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="the CPU's drafts go through torch")
@@ -294,12 +266,7 @@ print(*(len(kernel.asm["cubin"]) for kernel in compiled))
 @pytest.mark.quick(0)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiles(capability):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[3])}
-    command = [sys.executable, "-c", COMPILE, str(capability)]
-    out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert out.returncode == 0, out.stderr
-    sizes = [int(line) for line in out.stdout.split()]
+    sizes = [int(size) for size in output_of(COMPILE, capability).split()]
     assert len(sizes) == 4 + (2 + 2 * 5 + 2) * (capability == 90)
     assert min(sizes) > 0
 

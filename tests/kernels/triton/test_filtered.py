@@ -14,11 +14,12 @@ from flashsampling.inputs import SampleInputs  # noqa: E402
 from flashsampling.kernels.triton.filtered import dispatch  # noqa: E402
 from flashsampling.kernels.triton.filtered.dispatch import CONFIG, Config, run, unsupported  # noqa: E402
 from flashsampling.noise import Stream  # noqa: E402
-from flashsampling.outputs import SampleResult, layout  # noqa: E402
+from flashsampling.outputs import SampleResult  # noqa: E402
 from flashsampling.reference import logit_transforms  # noqa: E402
 from flashsampling.reference import oracle as reference  # noqa: E402
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
+from tests.problems import assert_same_rows, parts_of  # noqa: E402
 from tests.zero_words import ZERO_WORDS  # noqa: E402
 
 # several tiles and blocks of a small vocabulary; candidates that do not all fit
@@ -91,12 +92,9 @@ def _other_nuclei(step: SampleInputs, tolerance: float) -> list[SampleResult]:
 def _other_rounding(step: SampleInputs, token: int) -> SampleResult:
     """The oracle's of one row, were a token's logit a few roundings greater. Kernels fuse a penalty's product into the
     sum."""
-    device = step.hidden_states.device
-    bias = (
-        torch.zeros(step.vocab_size, device=device)
-        if step.params.dense_bias is None
-        else step.params.dense_bias.clone()
-    )
+    bias = torch.zeros(step.vocab_size, device=step.hidden_states.device)
+    if step.params.dense_bias is not None:
+        bias += step.params.dense_bias
     repetition = torch.as_tensor(step.params.repetition_penalty).flatten()[0].item()
     bias[token] += _roundings(step)[0].item() * max(repetition, 1 / repetition if repetition else 1.0, 1.0)
     return reference.run(step._replace(params=step.params._replace(dense_bias=bias)))
@@ -168,16 +166,11 @@ def agrees(drawn: SampleResult, step: SampleInputs, tolerance: float = 3e-5) -> 
     ours, theirs = (out.ids[: batch * num_samples].view(batch, num_samples) for out in (drawn, oracle))
     same = (ours == theirs).all(dim=1)
     for row, draw in (ours != theirs).nonzero().tolist():
-        assert _excused(step, row, draw, int(ours[row, draw]), int(theirs[row, draw]), tolerance), (
-            row,
-            draw,
-            ours,
-            theirs,
-        )
+        tokens = int(ours[row, draw]), int(theirs[row, draw])
+        assert _excused(step, row, draw, *tokens, tolerance), (row, draw, *tokens)
     if drawn.values is not None:
         assert oracle.values is not None
-        parts = layout(batch, num_samples, step.params)
-        mine, others = parts.split(drawn, batch), parts.split(oracle, batch)
+        mine, others = parts_of(drawn, step), parts_of(oracle, step)
         for name in mine:
             if name in ("top_token_ids", "ranks"):
                 if tolerance > 3e-5:  # near ties change places
@@ -188,7 +181,7 @@ def agrees(drawn: SampleResult, step: SampleInputs, tolerance: float = 3e-5) -> 
                 if name == "processed_logprobs":  # relative to what is kept
                     slack = _rounding(step)
                     for moved in _other_nuclei(step, tolerance):
-                        other = parts.split(moved, batch)
+                        other = parts_of(moved, step)
                         rows = (other["token_ids"] == mine["token_ids"]).all(dim=1) & same
                         nearer = (other[name] - mine[name]).abs() < (expected - mine[name]).abs()
                         expected = torch.where(nearer & rows[:, None], other[name], expected)
@@ -251,35 +244,12 @@ def test_masses_at_the_largest_temperatures(params):
         SamplingParams(top_n_sigma=2.0),
         SamplingParams(top_n_sigma=2.5, top_p=0.6, min_p=0.1),
         SamplingParams(top_n_sigma=2.5, top_k=9, top_p=0.5, joint_top_p=1, epsilon_cutoff=0.05),
+        SamplingParams(stream=Stream.RECOVERY),
+        SamplingParams(stream=Stream.ACCEPTANCE_COIN, top_p=0.9),
     ],
 )
 def test_filters(params):
     check(make_step(params=params, num_samples=2))
-
-
-@pytest.mark.parametrize(
-    "params", [SamplingParams(stream=Stream.RECOVERY), SamplingParams(stream=Stream.ACCEPTANCE_COIN, top_p=0.9)]
-)
-def test_streams(params):
-    check(make_step(batch=2, params=params))
-
-
-@pytest.mark.parametrize("std", [0.0, 0.01])
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(top_k=VOCAB // 2),
-        SamplingParams(top_p=0.9),
-        SamplingParams(top_k=VOCAB - 50, top_p=0.5),
-        SamplingParams(min_p=0.99),
-        SamplingParams(epsilon_cutoff=1 / VOCAB),
-        SamplingParams(top_n_sigma=3.0, top_p=0.9, epsilon_cutoff=1.1 / VOCAB),
-        SamplingParams(),
-    ],
-)
-def test_flat_rows(params, std):
-    """More candidates than there is room for, all of them ties or next to it."""
-    check(make_step(batch=1, params=params, std=std))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5, VOCAB - 1, VOCAB, VOCAB + 1, 0, -3])
@@ -288,16 +258,20 @@ def test_ties_at_the_boundary(top_k):
     check(rounded(make_step(batch=1, params=SamplingParams(top_k=top_k), num_samples=2)))
 
 
-@pytest.mark.parametrize("top_p", [-1.0, 0.0, 1e-30, 1e-7, 0.3, 1 - 1e-7, 1.0, 2.0])
-def test_ends_of_top_p(top_p):
-    check(rounded(make_step(batch=2, params=SamplingParams(top_p=top_p))))
+ENDS = {
+    "top_p": [-1.0, 0.0, 1e-30, 1e-7, 0.3, 1 - 1e-7, 1.0, 2.0],
+    "min_p": [-1.0, 0.0, 1e-30, 1e-7, 1.0, 1.5],
+    "epsilon_cutoff": [-1.0, 0.0, 1e-30, 0.5, 0.999, 2.0],
+    "top_n_sigma": [-1.0, 0.0, 1e-30, 1e30, INF],
+}
 
 
-@pytest.mark.parametrize("min_p", [-1.0, 0.0, 1e-30, 1e-7, 1.0, 1.5])
-def test_ends_of_min_p(min_p):
-    check(rounded(make_step(batch=2, params=SamplingParams(min_p=min_p))))
+@pytest.mark.parametrize(("name", "end"), [(name, end) for name, ends in ENDS.items() for end in ends])
+def test_ends(name, end):
+    check(rounded(make_step(batch=2, params=SamplingParams(**{name: end}))))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("more", [{}, {"top_k": 200, "top_p": 0.9}, {"top_p": 0.7}, {"logprobs": True}])
 def test_min_p_of_one_keeps_what_is_as_probable(more):
     """One ulp less is less probable at any temperature at which fp64 can tell; at the last ones nothing is."""
@@ -336,16 +310,7 @@ def test_min_p_of_one_ends_where_fp64_rounds_to_one(temperature, less):
     assert (len(drawn.unique()) == 1) == (less / temperature > 2.0**-54)
 
 
-@pytest.mark.parametrize("epsilon", [-1.0, 0.0, 1e-30, 0.5, 0.999, 2.0])
-def test_ends_of_epsilon(epsilon):
-    check(rounded(make_step(batch=2, params=SamplingParams(epsilon_cutoff=epsilon))))
-
-
-@pytest.mark.parametrize("sigmas", [-1.0, 0.0, 1e-30, 1e30, INF])
-def test_ends_of_top_n_sigma(sigmas):
-    check(rounded(make_step(batch=2, params=SamplingParams(top_n_sigma=sigmas))))
-
-
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("more", [{}, {"top_k": 200, "top_p": 0.95}, {"logprobs": True}])
 def test_an_epsilon_above_all_probabilities_keeps_the_most_probable(more):
     logits = torch.full((2, 300), 2.0, device=DEVICE)
@@ -407,19 +372,10 @@ def test_temperatures(params, temperature):
     check(make_step(batch=1, params=params, temperature=temperature))
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(),
-        SamplingParams(top_k=3),
-        SamplingParams(top_p=0.5),
-        SamplingParams(min_p=0.5),
-        SamplingParams(logprobs=True),
-    ],
-)
+@pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"logprobs": True}], ids=str)
 def test_special_values(params):
     """NaN, infinities and the largest numbers, with and without a finite logit beside them."""
-    step = make_step(batch=9, vocab=300, params=params)
+    step = make_step(batch=9, vocab=300, params=SamplingParams(**params))
     logits = step.logits.clone()
     logits[0, 77] = math.nan
     logits[1, 77] = INF
@@ -479,25 +435,15 @@ def test_everything_at_once(dtype):
     check(make_step(params=params, num_samples=2, dtype=dtype))
 
 
-NAMES = (
-    "bias",
-    "dense_bias",
-    "bias_ids",
-    "counts",
-    "token_mask",
-    "logprobs",
-    "top_logprobs",
-    "logprob_ids",
-    "logsumexp",
-)
+TOGETHER = {"bias": ("logit_scale", "soft_cap"), "bias_ids": ("bias_values",), "counts": ("repetition_penalty",)}
+OUTPUTS = "logprobs", "top_logprobs", "logprob_ids", "logsumexp"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*TOGETHER, "dense_bias", "token_mask", *OUTPUTS])
 @pytest.mark.parametrize("filtered", [False, True])
 def test_each_by_itself(name, filtered):
     everything = _requested(2, VOCAB, torch.Generator().manual_seed(2))
-    together = {"bias": ("logit_scale", "soft_cap"), "bias_ids": ("bias_values",), "counts": ("repetition_penalty",)}
-    chosen = {part: getattr(everything, part) for part in (name, *together.get(name, ()))}
+    chosen = {part: getattr(everything, part) for part in (name, *TOGETHER.get(name, ()))}
     if filtered:
         chosen |= {"top_k": 20, "top_p": 0.9}
     check(make_step(batch=2, params=SamplingParams(**chosen)))
@@ -528,14 +474,16 @@ def test_bias_of_infinities():
 def test_a_row_is_the_same_in_any_batch(params):
     """Bits of tokens and values; whatever lies beside it, and however its memory is strided."""
     step = make_step(batch=ROWS + 1, params=params, num_samples=2)
-    whole = layout(ROWS + 1, 2, params).split(run(step, SMALL), ROWS + 1)
-    for rows in ([1], [ROWS, 0]):
-        logits = torch.nn.functional.pad(step.hidden_states[rows], (0, 3))[:, :VOCAB]
+    same_in_any_batch(step, [1], [ROWS, 0])
+
+
+def same_in_any_batch(step: SampleInputs, *some: list[int]) -> None:
+    whole = run(step, SMALL)
+    for rows in some:
+        logits = torch.nn.functional.pad(step.hidden_states[rows], (0, 3))[:, : step.vocab_size]
         parameters = {name: getattr(step, name)[rows] for name in ("temperature", "seed", "offset")}
         part = with_logits(step._replace(**parameters), logits)
-        some = layout(len(rows), 2, params).split(run(part, SMALL), len(rows))
-        for name, values in whole.items():
-            assert torch.equal(some[name], values[rows]), name
+        assert_same_rows(run(part, SMALL), part, whole, step, rows)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

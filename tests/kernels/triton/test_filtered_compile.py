@@ -12,25 +12,14 @@ pytestmark = pytest.mark.every_triton
 # the launch itself, with a driver that names a target and has no device; compiled and not run
 COMPILE = """
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 import torch
-import triton
 from flashsampling.kernels.triton.filtered import dispatch
 from flashsampling.inputs import SampleInputs
 from flashsampling.sampling_params import SamplingParams
-from tests.kernels.triton.target import compile_only
+from tests.kernels.triton.target import compile_only, spills_of
 
 capability, dtype, case, vocab = int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3], int(sys.argv[4])
-
-def resources(cubin):
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        return subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
 
 compiled = compile_only(capability)
 
@@ -76,7 +65,7 @@ print("vectors", len(vectors))
 print("bytes", min(len(kernel.asm["cubin"]) for kernel in compiled))
 print("shared", max(kernel.metadata.shared for kernel in compiled))
 print("barriers", scan.asm["ptx"].count("bar.sync"))
-print("spills", *re.findall(r"STACK:(\\d+)", resources(scan.asm["cubin"])))
+print("spills", spills_of(scan))
 print("conversions", scan.asm["ttgir"].count("tensor<512xf32, #blocked1> -> tensor<512xf32, #blocked>"))
 """
 

@@ -8,14 +8,14 @@ pytest.importorskip("triton")
 import flashsampling
 from flashsampling import ops
 from flashsampling.backends import BACKENDS
+from flashsampling.exchange_protocol import Shard
 from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.triton.fused.config import TritonTileConfig
 from flashsampling.kernels.triton.fused.logits_gemm import logits_gemm
-from flashsampling.outputs import layout
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from tests.conftest import DEVICE
 from tests.kernels.triton.test_filtered import agrees
-from tests.problems import KERNELS
+from tests.problems import KERNELS, assert_same_rows
 
 pytestmark = pytest.mark.every_triton
 
@@ -36,10 +36,6 @@ def test_products(batch, vocab, dim, dtype, config):
     if CUDA:  # the interpreter multiplies with numpy
         some = logits_gemm(states[batch // 2 :], weight, vocab)
         assert torch.equal(some, logits_gemm(states, weight, vocab)[batch // 2 :])
-
-
-def _of(*values, dtype=torch.float32):
-    return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
 def _asked(batch: int, vocab: int) -> dict[str, SamplingParams]:
@@ -87,18 +83,10 @@ def test_steps_are_the_oracle_s(name, impl):
         if not CUDA:
             continue
         some = step.part(batch // 3, batch)
-        parts, whole = (
-            layout(len(one.hidden_states), 2, one.params).split(out, len(one.hidden_states))
-            for one, out in ((some, ops.sample(some, impl)), (step, drawn))
-        )
-        for part, values in parts.items():
-            assert torch.equal(values.nan_to_num(7.0), whole[part][batch // 3 :].nan_to_num(7.0)), part
+        assert_same_rows(ops.sample(some, impl), some, drawn, step, slice(batch // 3, None))
 
 
 def test_a_shard_is_refused_by_name():
-    from flashsampling.backends import BACKENDS
-    from flashsampling.exchange_protocol import Shard
-
     step = SampleInputs(
         torch.zeros(1, 8), torch.zeros(64, 8), 1.0, 0, 0, 1, 64, shard=Shard(64), params=SamplingParams(top_k=3)
     )

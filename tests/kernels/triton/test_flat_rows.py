@@ -5,16 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
 from flashsampling.inputs import SampleInputs
-from flashsampling.kernels.triton.filtered.dispatch import run
-from flashsampling.outputs import layout
 from flashsampling.sampling_params import SamplingParams
 from tests.conftest import DEVICE
-from tests.kernels.triton.test_filtered import INF, SMALL, VOCAB, check, make_step, of, with_logits
+from tests.kernels.triton.test_filtered import INF, SMALL, VOCAB, check, make_step, of, same_in_any_batch, with_logits
 from tests.zero_words import ZERO_WORDS
 
 BLOCK = SMALL.block
@@ -42,9 +39,13 @@ def flat_step(params: SamplingParams, num_samples: int = 1, vocab: int = VOCAB) 
         SamplingParams(min_p=0.992),
         SamplingParams(top_k=VOCAB - 50, top_p=0.7),
         SamplingParams(top_k=VOCAB - 50, top_p=0.9, min_p=0.5, logprobs=True, top_logprobs=4),
+        SamplingParams(epsilon_cutoff=1 / VOCAB),
+        SamplingParams(top_n_sigma=3.0, top_p=0.9, epsilon_cutoff=1.1 / VOCAB),
+        SamplingParams(),
     ],
 )
 def test_flat_rows(params):
+    """More candidates than there is room for, all of them ties or next to it."""
     check(flat_step(params, num_samples=2 if params.logprobs else 1))
 
 
@@ -127,16 +128,10 @@ def test_infinite_logits_at_an_infinite_temperature(params, masked, num_samples)
     assert (drawn < 0).tolist() == [num_samples * [undefined] for undefined in (False, True, True, not masked)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("params", [SamplingParams(top_k=VOCAB - 120), SamplingParams(top_p=0.8, logprobs=True)])
 def test_flat_rows_are_the_same_in_any_batch(params):
-    step = flat_step(params)
-    whole = layout(5, 1, params).split(run(step, SMALL), 5)
-    for rows in ([4], [2, 0]):
-        parameters = {name: getattr(step, name)[rows] for name in ("temperature", "seed", "offset")}
-        part = with_logits(step._replace(**parameters), step.hidden_states[rows])
-        some = layout(len(rows), 1, params).split(run(part, SMALL), len(rows))
-        for name, values in whole.items():
-            assert torch.equal(some[name], values[rows]), name
+    same_in_any_batch(flat_step(params), [4], [2, 0])
 
 
 @pytest.mark.parametrize(("params", "spread"), [(SamplingParams(top_k=899), 0.0), (SamplingParams(top_p=0.99), 0.01)])
@@ -161,19 +156,12 @@ def test_words_of_zero_among_candidates(many):
     assert drawn.ids.view(3, 2)[:, 0].tolist() == list(tokens)
 
 
-def _logits_of_equal_digits() -> Tensor:
-    """Values that thresholds, by value or by bits, hardly tell apart."""
-    exponents = torch.arange(VOCAB) % 200 - 120
-    return 2.0 ** exponents.double()
-
-
 @pytest.mark.parametrize(
     "params",
     [SamplingParams(top_k=VOCAB - 100), SamplingParams(top_p=0.99), SamplingParams(top_k=VOCAB - 3, top_p=0.97)],
 )
 def test_logits_over_many_magnitudes(params):
+    """Values that thresholds, by value or by bits, hardly tell apart."""
     step = make_step(batch=2, params=params, temperature=2.0**60)
-    logits = step.hidden_states.clone()
-    logits[0] = _logits_of_equal_digits().float() * 2.0**20
-    logits[1] = -logits[0]
-    check(with_logits(step, logits))
+    powers = (2.0 ** (torch.arange(VOCAB) % 200 - 100).double()).float().to(DEVICE)
+    check(with_logits(step, torch.stack([powers, -powers])))

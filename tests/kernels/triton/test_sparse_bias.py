@@ -92,16 +92,10 @@ def test_what_is_only_compiled_leaves_no_entries(monkeypatch):
 
 
 COMPILE = """
-import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 import torch
-import triton
 from flashsampling.kernels.triton.filtered import sparse_bias
 from flashsampling.sampling_params import SamplingParams
-from tests.kernels.triton.target import compile_only
+from tests.kernels.triton.target import compile_only, spills_of
 
 compiled = compile_only(90)
 for n in (1, 64, 1024):
@@ -109,12 +103,7 @@ for n in (1, 64, 1024):
     sparse_bias.sort_by_tile(params, 0, 1000, 0)
     (kernel,) = compiled
     compiled.clear()
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    print(*re.findall(r"STACK:(\\d+)", usage))
+    print(spills_of(kernel))
 """
 
 

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ....exchange_protocol import WHOLE
@@ -33,6 +32,7 @@ from ....inputs import SampleInputs, row_argument
 from ....outputs import SampleResult, layout
 from ....sampling_params import SamplingParams
 from ...device import capability
+from ..fused.config import device_unsupported
 from ..jit import compiling, only_compiles
 from .block_stats_kernel import StatsOutputs, block_stats_kernel
 from .draw import Draws
@@ -99,15 +99,10 @@ def unsupported(step: SampleInputs) -> str | None:
         return "it takes logits, not hidden states and a weight"
     if step.shard != WHOLE:
         return "a shard of a vocabulary: it knows whole ones"
-    if logits.device.type == "cpu":
-        return None if triton.knobs.runtime.interpret else "tensors on the CPU (TRITON_INTERPRET=1 is for tests)"
-    if logits.device.type != "cuda" or torch.version.cuda is None:
-        return f"tensors on {logits.device.type}, it runs on NVIDIA GPUs"
-    if capability(logits.device) < (8, 0):
-        return f"compute capability {capability(logits.device)}, it needs (8, 0)"
-    if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"logits of {logits.dtype}"
-    return step.too_wide_to_filter()
+    reason = device_unsupported(logits.device)
+    if reason is None and logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        reason = f"logits of {logits.dtype}"
+    return reason or step.too_wide_to_filter()
 
 
 def contiguous_rows(matrix: Tensor | None) -> Tensor | None:
@@ -146,22 +141,11 @@ def request_transforms(params: SamplingParams) -> tuple[RequestTransforms, tuple
     def stride(matrix: Tensor | None) -> int:
         return 0 if matrix is None else matrix.stride(0)
 
-    numbers: list[Any] = []
-    for penalty in (params.repetition_penalty, params.frequency_penalty, params.presence_penalty):
-        numbers += row_argument(penalty)
     transforms = RequestTransforms(
-        _address(params.dense_bias),
-        _address(ids),
-        _address(values),
-        count,
-        stride(ids),
-        stride(values),
-        _address(counts),
-        stride(counts),
-        _address(mask),
-        stride(mask),
-        *numbers,
-    )
+        _address(params.dense_bias), _address(ids), _address(values), count, stride(ids), stride(values),
+        _address(counts), stride(counts), _address(mask), stride(mask), *row_argument(params.repetition_penalty),
+        *row_argument(params.frequency_penalty), *row_argument(params.presence_penalty),
+    )  # fmt: skip
     return transforms, (ids, values, counts, mask)
 
 

@@ -115,9 +115,14 @@ _STAGES = {0: 6, 16: 6, 32: 6, 64: 5}
 
 def unsupported(step: SampleInputs) -> str | None:
     """Returns why the Triton backend cannot run a step, or None."""
-    device, weight = step.hidden_states.device, step.weight
+    weight = step.weight
     if weight.stride(1) != 1 and weight.shape[1] > 1:
         return f"weight must be contiguous along D, got strides {weight.stride()}"
+    return device_unsupported(step.hidden_states.device)
+
+
+def device_unsupported(device: torch.device) -> str | None:
+    """Returns why the Triton backend cannot run on a device, or None."""
     if device.type == "cpu":
         return None if triton.knobs.runtime.interpret else "tensors on the CPU (TRITON_INTERPRET=1 is for tests)"
     if device.type != "cuda" or torch.version.cuda is None:

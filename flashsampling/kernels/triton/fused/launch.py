@@ -31,9 +31,8 @@ def _aligned_rows(hidden_states: Tensor) -> Tensor:
 class Operands(NamedTuple):
     """The two matrices as kernels take them, and the tile that kernels are compiled for."""
 
-    matrices: tuple[
-        Any, Any, Any
-    ]  # hidden states, the same in blocks of ``narrow`` rows, weight: tensors or descriptors
+    # hidden states, the same in blocks of ``narrow`` rows, weight: tensors or descriptors
+    matrices: tuple[Any, Any, Any]
     strides: tuple[int, int]  # elements between rows of hidden states and of the weight
     tile: TileShape
 
@@ -99,25 +98,10 @@ def run(step: SampleInputs, config: TritonTileConfig | None = None) -> SampleRes
     workspace = zeroed_words(slots + row_blocks, device)
     rows = Rows(*step.row_arguments())
     sample_kernel[(programs_per_row_block * row_blocks,)](
-        *operands.matrices,
-        rows,
-        token_ids,
-        workspace,
-        batch,
-        vocab_size,
-        shard.first_token - shard.first_token % 128,
-        skip,
-        dim,
-        num_samples,
-        *operands.strides,
-        shard.exchange,
-        0,
-        operands.tile,
-        ONE_DRAW=num_samples == 1,
-        ROW_TENSORS=all(rows[::2]),
+        *operands.matrices, rows, token_ids, workspace, batch, vocab_size,
+        shard.first_token - shard.first_token % 128, skip, dim, num_samples, *operands.strides, shard.exchange, 0,
+        operands.tile, ONE_DRAW=num_samples == 1, ROW_TENSORS=all(rows[::2]),
         EXCHANGE=shard.exchange if shard.exchange in (protocol.TOKENS, protocol.PACKED) else _EXCHANGE.value,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        maxnreg=config.max_registers,
-    )
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
+    )  # fmt: skip
     return SampleResult(token_ids)

@@ -96,17 +96,11 @@ def _hashed(hashes: "Hashes", step: SampleInputs) -> tuple[int, Tensor | None]:
             value = value.clone(memory_format=torch.contiguous_format)
         halves = value.element_size() // 4
         words = value if value.is_floating_point() else value.view(torch.int32)
-        hash_kernel[(len(value),)](
-            words,
-            words.stride(0) if value.dim() == 2 else halves,
-            value.shape[1] if value.dim() == 2 else 1,
-            halves,
-            hashes.factors,
-            hashes.along,
-            hashes.again,
-            factor,
-            out,
-            COLUMNS=hashes.columns if value.dim() == 2 else 0,
-            num_warps=_WARPS,
+        stride, columns, of_along = (
+            (words.stride(0), value.shape[1], hashes.columns) if value.dim() == 2 else (halves, 1, 0)
         )
+        hash_kernel[(len(value),)](
+            words, stride, columns, halves, hashes.factors, hashes.along, hashes.again, factor, out, COLUMNS=of_along,
+            num_warps=_WARPS,
+        )  # fmt: skip
     return 0, out if step.draft_hash is None else out + step.draft_hash * hashes.of_draft_hash

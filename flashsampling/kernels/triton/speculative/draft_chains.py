@@ -233,20 +233,12 @@ def expand(
     ]
     sizes = [value.element_size() if isinstance(value, Tensor) else 0 for value in of_requests]
     expand_kernel[(triton.cdiv(positions, _ROWS),)](
-        bounds,
-        offset if isinstance(offset, Tensor) else None,
-        0 if isinstance(offset, Tensor) else offset,
-        offsets,
-        requests if with_requests else None,
-        positions,
-        batch,
-        n,
+        bounds, offset if isinstance(offset, Tensor) else None, 0 if isinstance(offset, Tensor) else offset, offsets,
+        requests if with_requests else None, positions, batch, n,
         Addresses(*(row_argument(value)[0] for value in of_requests)),
         Addresses(*(row_argument(value)[0] for value in of_rows)),
-        sum(1 << i for i, size in enumerate(sizes) if size == 8),
-        ROWS=_ROWS,
-        num_warps=4,
-    )
+        sum(1 << i for i, size in enumerate(sizes) if size == 8), ROWS=_ROWS, num_warps=4,
+    )  # fmt: skip
     return of_rows[0], of_rows[1], offsets, of_rows[2:], requests if with_requests else None
 
 
@@ -261,17 +253,7 @@ def match(
     out = torch.empty((batch, n + 1), dtype=torch.int64, device=tokens.device)
     num_accepted, num_emitted = torch.empty((2, batch), dtype=torch.int64, device=tokens.device)
     match_kernel[(triton.cdiv(batch, _REQUESTS),)](
-        bounds,
-        token_ids,
-        tokens,
-        out,
-        num_accepted,
-        num_emitted,
-        token_ids.numel(),
-        batch,
-        n,
-        REQUESTS=_REQUESTS,
-        NODES=next_power_of_2(n + 1),
-        num_warps=1,
-    )
+        bounds, token_ids, tokens, out, num_accepted, num_emitted, token_ids.numel(), batch, n, REQUESTS=_REQUESTS,
+        NODES=next_power_of_2(n + 1), num_warps=1,
+    )  # fmt: skip
     return out, num_accepted, num_emitted

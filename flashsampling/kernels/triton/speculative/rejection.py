@@ -317,44 +317,19 @@ def run(
     if draft_probs is not None and draft_probs.stride(1) != 1:
         draft_probs = draft_probs.contiguous()
     common = (
-        recorded.logits,
-        recorded.logits.stride(0),
-        step.vocab_size,
-        Rows(*step.row_arguments()),
-        recorded.limits,
-        recorded.masses,
-        bounds,
-        token_ids,
-        draft_probs,
-        0 if draft_probs is None else draft_probs.stride(0),
-        accepted,
-        token_ids.numel(),
-        batch,
-        n,
-    )
+        recorded.logits, recorded.logits.stride(0), step.vocab_size, Rows(*step.row_arguments()), recorded.limits,
+        recorded.masses, bounds, token_ids, draft_probs, 0 if draft_probs is None else draft_probs.stride(0), accepted,
+        token_ids.numel(), batch, n,
+    )  # fmt: skip
     nodes = next_power_of_2(max(n, 1))
     if n > 0:
         accept_kernel[(batch * n,)](*common, num_warps=1)
         recover_kernel[(batch * blocks,)](*common, slots, blocks, NODES=nodes, GROUPS=_GROUPS, num_warps=4)
     finish_kernel[(batch,)](
-        step.vocab_size,
-        bounds,
-        token_ids,
-        recorded.ids,
-        accepted,
-        slots,
-        out,
-        num_accepted,
-        num_emitted,
-        token_ids.numel(),
-        batch,
-        n,
-        blocks,
-        NODES=nodes,
-        COLUMNS=next_power_of_2(n + 1),
-        BLOCKS=next_power_of_2(blocks),
-        num_warps=1,
-    )
+        step.vocab_size, bounds, token_ids, recorded.ids, accepted, slots, out, num_accepted, num_emitted,
+        token_ids.numel(), batch, n, blocks, NODES=nodes, COLUMNS=next_power_of_2(n + 1),
+        BLOCKS=next_power_of_2(blocks), num_warps=1,
+    )  # fmt: skip
     return out, num_accepted, num_emitted
 
 
