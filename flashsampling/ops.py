@@ -133,9 +133,9 @@ def _unflatten_inputs(
     *values, stream, num_samples = arguments
     first_row = len(values) - 2 * len(_ROW_PARAMETERS)
     matrices, rows = values[:first_row], values[first_row:]
-    numbers = [number if tensor is None else tensor for tensor, number in zip(rows[::2], rows[1::2])]
+    temperature, seed, offset = (number if tensor is None else tensor for tensor, number in zip(rows[::2], rows[1::2]))
     params = _unflatten_params(stream, _read_host_tensors(keywords))
-    inputs = SampleInputs(matrices[0], matrices[-1], *numbers, num_samples, vocab_size, shard, params)
+    inputs = SampleInputs(matrices[0], matrices[-1], temperature, seed, offset, num_samples, vocab_size, shard, params)
     return inputs if len(matrices) == 2 else inputs._replace(logits=matrices[0])
 
 
