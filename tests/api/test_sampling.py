@@ -404,7 +404,7 @@ def test_streaming_holds_a_chunk_whatever_the_number_of_draws(monkeypatch):
     assert watch_streaming(2, 1100, 2**8) <= streaming._SCORES_AT_ONCE["cpu"]
     monkeypatch.setattr(streaming, "_SCORES_AT_ONCE", {"cpu": 2**12})
     monkeypatch.setattr(streaming, "_DRAWS_PER_PASS", 2**11)
-    assert watch_streaming(1, 130, 2**12 + 5) <= 2**12
+    assert watch_streaming(1, 128, 2**12 + 5) <= 2**12
 
 
 def test_streaming_keeps_nothing_for_a_gradient():

@@ -97,7 +97,7 @@ def chain(q: Tensor, n: int, method: str, chance: torch.Generator):
     return propose
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("method", "drafter", "holes"), CASES)
 def test_joint_distribution(method, drafter, holes):
     target = HOLES if holes else TARGET
