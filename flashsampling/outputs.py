@@ -13,7 +13,7 @@ from .torch_internals import register_dataclass
 DEFERRED_DRAW = -2  # in place of a token id between two kernels of a step: the second one draws this row
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class SampleOutput:
     """The output of a sampling step. A pytree, so exported and compiled modules may return it. Releases only add
     fields.
@@ -51,27 +51,6 @@ class SampleOutput:
     top_logprobs: Tensor | None = None
     given_logprobs: Tensor | None = None
     logsumexp: Tensor | None = None
-
-    def __init__(
-        self,
-        token_ids: Tensor,
-        logprobs: Tensor | None = None,
-        processed_logprobs: Tensor | None = None,
-        ranks: Tensor | None = None,
-        top_token_ids: Tensor | None = None,
-        top_logprobs: Tensor | None = None,
-        given_logprobs: Tensor | None = None,
-        logsumexp: Tensor | None = None,
-    ) -> None:
-        object.__setattr__(self, "token_ids", token_ids)
-        others = {
-            "logprobs": logprobs, "processed_logprobs": processed_logprobs, "ranks": ranks,
-            "top_token_ids": top_token_ids, "top_logprobs": top_logprobs, "given_logprobs": given_logprobs,
-            "logsumexp": logsumexp,
-        }  # fmt: skip
-        for name, value in others.items():
-            if value is not None:  # writing all fields, as a dataclass does, costs a call 1 us: the class holds None
-                object.__setattr__(self, name, value)
 
 
 register_dataclass(SampleOutput, serialized_type_name="flashsampling.SampleOutput")
