@@ -37,9 +37,10 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -180,11 +181,6 @@ class Backend:
 # 3.4 fails to compile the kernel; 3.6 is measured; 3.9 compiles it in all its shapes
 _TRITON = Package("triton", "triton", (3, 6), " (the extra triton: pip install '.[triton]' from a checkout)")
 _CUTE_HINT = " (the extra cute: pip install '.[cute]' from a checkout)"
-_KERNELS: Any = {
-    "chosen_on": "cuda",
-    "sharded": True,
-    "exchanges": True,
-}
 _TABLE = (
     Backend(
         "cute",
@@ -195,20 +191,22 @@ _TABLE = (
             Package("nvidia_cutlass_dsl", "nvidia-cutlass-dsl", (4, 8, 0), _CUTE_HINT),
             Package("tvm_ffi", "apache-tvm-ffi", hint=_CUTE_HINT),
         ),
+        chosen_on="cuda",
+        sharded=True,
+        exchanges=True,
         takes_logits=False,
         params_need=(_TRITON,),  # draws from the logits that the kernel stores
-        **_KERNELS,
     ),
-    Backend("triton", "kernels.triton", needs=(_TRITON,), **_KERNELS),
+    Backend("triton", "kernels.triton", needs=(_TRITON,), chosen_on="cuda", sharded=True, exchanges=True),
     Backend("streaming", "reference.streaming", chosen_on="any", sharded=True),
     Backend("reference", "reference.oracle", chosen_on=None, sharded=False),
 )
 BACKENDS = {backend.name: backend for backend in _TABLE}
 
 
-def tried_on(kind: str) -> list[Backend]:
-    """Returns the backends that ``impl=None`` tries on a kind of device, "cuda" or "cpu", in order."""
-    return [backend for backend in BACKENDS.values() if backend.chosen_on in (kind, "any")]
+def tried_on(kind: str) -> Iterator[Backend]:
+    """Yields the backends that ``impl=None`` tries on a kind of device, "cuda" or "cpu", in order."""
+    return (backend for backend in BACKENDS.values() if backend.chosen_on in (kind, "any"))
 
 
 def named(name: str) -> Backend:

@@ -6,6 +6,8 @@ and lane mapping are fixed: a change of any of them changes every token.
     key     = (seed & 0xffffffff, seed >> 32)
     counter = (group(token), draw | stream << 24, offset & 0xffffffff, offset >> 32)
     word    = philox4x32_10(counter, key)[lane(token)]
+    lane    = bits 3 and 6 of the token id
+    group   = the token id without these bits
 
 Generator: Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11.
 The Gumbel-max trick: Gumbel 1954; Maddison, Tarlow and Minka, "A* sampling", NeurIPS 2014.
@@ -55,16 +57,6 @@ def philox4x32_10(
         k1 = (k1 + PHILOX_WEYL_INCREMENTS[1]) & _MASK32
     shape = torch.broadcast_shapes(c0.shape, c1.shape, c2.shape, c3.shape)
     return c0.expand(shape), c1.expand(shape), c2.expand(shape), c3.expand(shape)
-
-
-def lane(token: Tensor) -> Tensor:
-    """Returns which of its block's four words a token takes: bit 3 and bit 6 of the id."""
-    return (token >> 3 & 1) | (token >> 6 & 1) << 1
-
-
-def group(token: Tensor) -> Tensor:
-    """Returns which Philox block a token takes: the id without bits 3 and 6."""
-    return (token & 7) | (token >> 4 & 3) << 3 | token >> 7 << 5
 
 
 def gumbel_from_words(word: Tensor, refinement: Tensor | None = None) -> Tensor:

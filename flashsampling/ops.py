@@ -28,7 +28,7 @@ tokens (``_register_effectful_op`` of torch.library), which are private and whic
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -127,28 +127,16 @@ def _overload(operator: Any, keywords: dict[str, Any]) -> Any:
 
 
 def _unflatten_inputs(
-    arguments: tuple[Any, ...], keywords: dict[str, Any], vocab_size: int, shard: Shard = WHOLE, of_logits: bool = False
+    arguments: Sequence[Any], keywords: dict[str, Any], vocab_size: int, shard: Shard = WHOLE
 ) -> SampleInputs:
     """Returns the inputs that ``_flatten_inputs`` and ``_flatten_params`` flattened."""
-    if of_logits:
-        logits, *rest = arguments
-        hidden_states = weight = logits
-    else:
-        (hidden_states, weight, *rest), logits = arguments, None
-    *rows, stream, num_samples = rest
-    numbers = {
-        name: rows[2 * i + 1] if rows[2 * i] is None else rows[2 * i] for i, (name, _) in enumerate(_ROW_PARAMETERS)
-    }
-    return SampleInputs(
-        hidden_states,
-        weight,
-        **numbers,
-        num_samples=num_samples,
-        vocab_size=vocab_size,
-        shard=shard,
-        params=_unflatten_params(stream, _read_host_tensors(keywords)),
-        logits=logits,
-    )
+    *values, stream, num_samples = arguments
+    first_row = len(values) - 2 * len(_ROW_PARAMETERS)
+    matrices, rows = values[:first_row], values[first_row:]
+    temperature, seed, offset = (number if tensor is None else tensor for tensor, number in zip(rows[::2], rows[1::2]))
+    params = _unflatten_params(stream, _read_host_tensors(keywords))
+    inputs = SampleInputs(matrices[0], matrices[-1], temperature, seed, offset, num_samples, vocab_size, shard, params)
+    return inputs if len(matrices) == 2 else inputs._replace(logits=matrices[0])
 
 
 def _pop_drafts(keywords: dict[str, Any]) -> DraftChains | None:
@@ -196,7 +184,7 @@ def choose(inputs: SampleInputs, impl: str = "") -> Backend:
 def _sample(inputs: SampleInputs, impl: str) -> SampleResult:
     if not inputs.hidden_states.numel():
         return _empty_result(inputs)
-    return _run_on_device(inputs, choose(inputs, impl).run)
+    return _run_on_device(inputs, choose(inputs, impl).module.run)
 
 
 def _sample_sharded(inputs: SampleInputs, group: Any) -> SampleResult:
@@ -287,12 +275,7 @@ def _as_tensors(result: SampleResult) -> tuple[Tensor, Tensor]:
 
 def _operate(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
     *flat, vocab_size, impl = arguments
-    return _as_tensors(_sample(_unflatten_inputs(tuple(flat), keywords, vocab_size), impl))
-
-
-def _operate_on_logits(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
-    *flat, vocab_size, impl = arguments
-    return _as_tensors(_sample(_unflatten_inputs(tuple(flat), keywords, vocab_size, of_logits=True), impl))
+    return _as_tensors(_sample(_unflatten_inputs(flat, keywords, vocab_size), impl))
 
 
 def _operate_sharded(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
@@ -325,9 +308,8 @@ def _make_fake(num_matrices: int) -> Callable[..., tuple[Tensor, Tensor]]:
 def _unflatten_drafted(arguments: tuple[Any, ...], keywords: dict[str, Any], num_drafts: int) -> SampleInputs:
     """Returns the inputs of ``accept`` or ``recover``, whose last ``num_drafts`` arguments are about drafts."""
     states, weight, *rows, vocab_size = arguments[:-num_drafts]
-    if weight is None:
-        return _unflatten_inputs((states, *rows), keywords, vocab_size, of_logits=True)
-    return _unflatten_inputs((states, weight, *rows), keywords, vocab_size)
+    matrices = (states,) if weight is None else (states, weight)
+    return _unflatten_inputs((*matrices, *rows), keywords, vocab_size)
 
 
 def _accept(*arguments: Any, **keywords: Any) -> Tensor:
@@ -346,22 +328,18 @@ def _fake_recover(*arguments: Any, **keywords: Any) -> Tensor:
     return torch.empty_like(arguments[-3])
 
 
-for _name, _function, _fake in (
+for _operator, _function, _fake, *_other_overloads in (
     ("sample", _operate, _make_fake(2)),
-    ("sample_from_logits", _operate_on_logits, _make_fake(1)),
-    ("sample_sharded", _operate_sharded, _make_fake(2)),
-    ("sample_sharded.exported", _operate_sharded, _make_fake(2)),
+    ("sample_from_logits", _operate, _make_fake(1)),
+    ("sample_sharded", _operate_sharded, _make_fake(2), ".exported"),
     ("accept", _accept, _fake_accept),
     ("recover", _recover, _fake_recover),
-    ("sample.on_host", _operate, _make_fake(2)),
-    ("sample_from_logits.on_host", _operate_on_logits, _make_fake(1)),
-    ("sample_sharded.on_host", _operate_sharded, _make_fake(2)),
-    ("accept.on_host", _accept, _fake_accept),
-    ("recover.on_host", _recover, _fake_recover),
 ):
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # the outputs have no gradient
-    torch.library.register_fake(f"flashsampling::{_name}", _fake, lib=_library)
+    for _overload_name in ("", ".on_host", *_other_overloads):
+        _name = _operator + _overload_name
+        _library.impl(_name, _function, "CompositeExplicitAutograd")
+        _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # the outputs have no gradient
+        torch.library.register_fake(f"flashsampling::{_name}", _fake, lib=_library)
 _exported = torch.fx.has_side_effect(torch.ops.flashsampling.sample_sharded.exported)
 
 

@@ -165,11 +165,10 @@ def is_plain(value: Any) -> TypeGuard[Tensor]:
     """Returns whether a value is a dense tensor whose memory is its values: not quantised, no DTensor.
     ``torch.export``'s fake tensors count."""
     kind = type(value)
-    return (kind is Tensor or kind is Parameter or _is_fake(kind)) and is_dense(value)
-
-
-def _is_fake(kind: type) -> bool:
-    return kind.__name__ == "FakeTensor" and kind.__module__.startswith("torch.")  # torch's class is private
+    is_ours = kind is Tensor or kind is Parameter
+    # torch's class of fake tensors is private
+    is_ours = is_ours or (kind.__name__ == "FakeTensor" and kind.__module__.startswith("torch."))
+    return is_ours and is_dense(value)
 
 
 def is_dense(tensor: Tensor) -> bool:

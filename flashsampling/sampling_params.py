@@ -223,15 +223,16 @@ def with_sampling_options(function: _Function) -> _Function:
     signature = inspect.signature(function)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(name), annotation=annotation)
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False if name.startswith("return_") else None,
+            annotation=annotation,
+        )
         for name, annotation in SamplingOptions.__annotations__.items()
     ]
     function.__signature__ = signature.replace(parameters=own + options)  # type: ignore[attr-defined]
     return function
-
-
-def _default(name: str) -> bool | None:
-    return False if name.startswith("return_") else None
 
 
 def argument_names(fields: Sequence[str]) -> str:

@@ -45,13 +45,9 @@ def exact_logits(
     to 16 bits. If the process lets float32 matmuls round (``may_round``), inputs go through float64. Autocast is
     disabled."""
     with without_autocast(hidden_states.device):
-        return _exact_logits(hidden_states, weight, dtype)
-
-
-def _exact_logits(hidden_states: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    if may_round(hidden_states):
-        return (hidden_states.double() @ weight.double().T).to(dtype)
-    return hidden_states.to(dtype) @ weight.to(dtype).T
+        if may_round(hidden_states):
+            return (hidden_states.double() @ weight.double().T).to(dtype)
+        return hidden_states.to(dtype) @ weight.to(dtype).T
 
 
 def scores_of_logits(

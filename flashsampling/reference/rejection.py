@@ -8,8 +8,6 @@ Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative 
 "Accelerating Large Language Model Decoding with Speculative Sampling", 2023.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -17,8 +15,6 @@ from .. import noise
 from ..inputs import SampleInputs
 from . import logit_transforms, oracle, streaming
 from .logit_transforms import GREEDY_BELOW
-
-_ROWS_OF_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 24}  # logits at once, at least one row; some 60 bytes each
 
 
 def probabilities(
@@ -43,21 +39,6 @@ def probabilities(
     return torch.where(undefined[:, None], float("nan"), p)
 
 
-def _groups(step: SampleInputs) -> Iterator[tuple[slice, SampleInputs, Tensor]]:
-    """Yields a few rows at a time: their slice, inputs and probabilities."""
-    states = step.hidden_states
-    rows = max(_ROWS_OF_LOGITS.get(states.device.type, 1 << 21) // step.vocab_size, 1)
-    for first in range(0, len(states), rows):
-        some = slice(first, min(first + rows, len(states)))
-        part = step.part(some.start, some.stop)
-        if part.logits is None:
-            head = streaming.head_logits(part.hidden_states, part.weight[: step.vocab_size])
-        else:
-            head = oracle.head_logits(part)
-        logits = oracle.transform_logits(head, part.rows().temperature, part.params)
-        yield some, part, probabilities(logits, part)
-
-
 def _at(values: Tensor, ids: Tensor) -> Tensor:
     """Returns (B,): one of each row's values (B, V), 0 for an id out of range."""
     there = (ids >= 0) & (ids < values.shape[1])
@@ -73,7 +54,8 @@ def accept(
     """Returns (B,) bool: u q(x) < p(x) with a uniform coin u per row, which has probability min(1, p(x) / q(x))."""
     rows = step.rows()
     accepted = torch.empty(len(draft_token_ids), dtype=torch.bool, device=draft_token_ids.device)
-    for some, _, p in _groups(step):
+    for some, part, logits in streaming.row_groups(step):
+        p = probabilities(logits, part)
         ids = draft_token_ids[some]
         u = noise.coin(rows.seed[some], rows.offset[some])
         q = 1.0 if draft_probs is None else _at(draft_probs[some, : step.vocab_size], ids).clamp(min=0.0).double()
@@ -92,7 +74,8 @@ def recover(
     more than 1. -1 in a row without a token, or with a NaN in q."""
     rows, draw = step.rows(), torch.zeros(1, dtype=torch.int64, device=draft_token_ids.device)
     token_ids = torch.empty_like(draft_token_ids)
-    for some, part, p in _groups(step):
+    for some, part, logits in streaming.row_groups(step):
+        p = probabilities(logits, part)
         if draft_probs is None:
             tokens = torch.arange(step.vocab_size, device=p.device)
             left = torch.where(tokens == draft_token_ids[some, None], 0.0, p)

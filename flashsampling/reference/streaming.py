@@ -5,6 +5,8 @@ except for the tokens. Sampling parameters need all logits of a row: a few rows 
 whatever B is, and the weight is read once per group of rows. The arithmetic is the oracle's.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -41,17 +43,13 @@ def head_logits(hidden_states: Tensor, weight: Tensor) -> Tensor:
     if hidden_states.dtype == torch.float32 or may_round(hidden_states):
         return exact_logits(hidden_states, weight)
     with without_autocast(hidden_states.device):
-        return _widened_logits(hidden_states, weight)
-
-
-def _widened_logits(hidden_states: Tensor, weight: Tensor) -> Tensor:
-    if hidden_states.is_cuda:
-        return torch.mm(hidden_states, weight.T, out_dtype=torch.float32)
-    wide_states = hidden_states.float()
-    rows = min(max(1, _WIDENED_ELEMENTS // weight.shape[1]), weight.shape[0])
-    widened = torch.empty((rows, weight.shape[1]), dtype=torch.float32, device=weight.device)
-    parts = [wide_states @ widened[: len(part)].copy_(part).T for part in weight.split(rows)]
-    return torch.cat(parts, dim=1)
+        if hidden_states.is_cuda:
+            return torch.mm(hidden_states, weight.T, out_dtype=torch.float32)
+        wide_states = hidden_states.float()
+        rows = min(max(1, _WIDENED_ELEMENTS // weight.shape[1]), weight.shape[0])
+        widened = torch.empty((rows, weight.shape[1]), dtype=torch.float32, device=weight.device)
+        parts = [wide_states @ widened[: len(part)].copy_(part).T for part in weight.split(rows)]
+        return torch.cat(parts, dim=1)
 
 
 def _any_finite(scores: Tensor, best: Tensor) -> Tensor:
@@ -89,20 +87,26 @@ def run(step: SampleInputs) -> SampleResult:
     return _in_rows(step) if _needs_whole_rows(step) else _in_chunks(step)
 
 
-def _in_rows(step: SampleInputs) -> SampleResult:
-    """Runs a step with all logits of a few rows at a time."""
-    batch, device = step.hidden_states.shape[0], step.hidden_states.device
-    rows = _rows_at_once(step)
-    draws = torch.arange(step.num_samples, device=device)
-    some_outputs = []
+def row_groups(step: SampleInputs) -> Iterator[tuple[slice, SampleInputs, oracle.Logits]]:
+    """Yields a few rows at a time: their slice, inputs and logits."""
+    batch, rows = step.hidden_states.shape[0], _rows_at_once(step)
     for first in range(0, batch, rows):
-        part = step.part(first, min(first + rows, batch))
+        some = slice(first, min(first + rows, batch))
+        part = step.part(some.start, some.stop)
         if part.logits is None:
             head = head_logits(part.hidden_states, part.weight[: step.vocab_size])
         else:
             head = oracle.head_logits(part)
-        logits = oracle.transform_logits(head, part.rows().temperature, part.params)
-        at_once = max(_SCORES_AT_ONCE.get(device.type, 1 << 18) // head.numel(), 1)
+        yield some, part, oracle.transform_logits(head, part.rows().temperature, part.params)
+
+
+def _in_rows(step: SampleInputs) -> SampleResult:
+    """Runs a step with all logits of a few rows at a time."""
+    batch, device = step.hidden_states.shape[0], step.hidden_states.device
+    draws = torch.arange(step.num_samples, device=device)
+    some_outputs = []
+    for _, part, logits in row_groups(step):
+        at_once = max(_SCORES_AT_ONCE.get(device.type, 1 << 18) // logits.raw.numel(), 1)
         token_ids = torch.cat([oracle.draw(logits, part, some) for some in draws.split(at_once)], dim=1)
         some_outputs.append(oracle.outputs(token_ids, logits, part))
     parts = {name: torch.cat([some[name] for some in some_outputs]) for name in some_outputs[0]}

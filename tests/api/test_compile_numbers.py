@@ -72,12 +72,12 @@ def _method(name, *arguments, **others):
 
 
 CALLS = {  # what is called, and what makes a function of numbers by name
-    "sample": _call(sample, STATES, WEIGHT, **COUNTS),
-    "sample_from_logits": _call(sample_from_logits, STATES @ WEIGHT.T, **COUNTS),
     "verify": _call(verify, PLACES, WEIGHT, IDS, **CHAINS),
     "verify, of trees": _call(verify, PLACES, WEIGHT, IDS, **TREES),
     "verify, by rejection": _call(verify, PLACES, WEIGHT, IDS, **CHAINS, method="rejection"),
     "verify_from_logits": _call(verify_from_logits, PLACES @ WEIGHT.T, IDS, **CHAINS, method="rejection"),
+    "sample": _call(sample, STATES, WEIGHT, **COUNTS),
+    "sample_from_logits": _call(sample_from_logits, STATES @ WEIGHT.T, **COUNTS),
     "LMHeadSampler.forward": _method("forward", STATES, **COUNTS),
     "LMHeadSampler.verify": _method("verify", PLACES, IDS, **CHAINS),
 }

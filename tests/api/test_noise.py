@@ -74,15 +74,6 @@ def test_gumbel_is_the_contract(seed, offset, draw, token, stream):
     assert row[0, 0, -1].item() == pytest.approx(scalar_gumbel(seed, offset, draw, token, stream), rel=2e-6, abs=2e-6)
 
 
-def test_lane_and_group_number_every_word_once():
-    tokens = torch.arange(1 << 12)
-    lane, group = noise.lane(tokens), noise.group(tokens)
-    assert torch.equal((group * 4 + lane).sort().values, tokens)
-    # the four lanes of a group: bits 3 and 6
-    assert [int(noise.lane(torch.tensor(t))) for t in (5, 5 + 8, 5 + 64, 5 + 72)] == [0, 1, 2, 3]
-    assert len({int(noise.group(torch.tensor(t))) for t in (5, 5 + 8, 5 + 64, 5 + 72)}) == 1
-
-
 def exact_gumbel(words: torch.Tensor) -> torch.Tensor:
     v = (words.double() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-v))

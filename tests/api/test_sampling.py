@@ -1,11 +1,12 @@
 import array
 import contextlib
-import io
 import math
 import operator
 import typing
 import warnings
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import numpy
 import pytest
@@ -15,7 +16,16 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashsampling
-from flashsampling import SampleOutput, noise, ops, sample, sampling
+from flashsampling import (
+    SampleOutput,
+    noise,
+    ops,
+    sample,
+    sample_from_logits,
+    sampling,
+    verify,
+    verify_from_logits,
+)
 from flashsampling.outputs import SampleResult
 from flashsampling.reference import streaming
 from flashsampling.sampling_params import SamplingOptions
@@ -39,6 +49,7 @@ BAD_CALLS = [
     (ValueError, r"weight must have the 8 columns of hidden_states, got shape \(20, 7\)", {"weight": WEIGHT[:, :7]}),
     (TypeError, r"weight must be a dense tensor, got torch.sparse_coo; pass weight.to_dense\(\)", {"weight": WEIGHT.to_sparse()}),
     (TypeError, "weight must be a dense tensor, got torch.sparse_csr", {"weight": WEIGHT.to_sparse_csr()}),
+    (TypeError, r"^hidden_states must be a dense tensor, got torch.sparse_coo; pass hidden_states.to_dense\(\)$", {"hidden_states": STATES.to_sparse()}),
     (ValueError, "weight must have at least one row", {"weight": WEIGHT[:0]}),
     (ValueError, r"weight must have at least one row and one column, got shape \(20, 0\)", {"hidden_states": STATES[:, :0], "weight": WEIGHT[:, :0]}),
     (TypeError, "weight must be bfloat16, float16 or float32, got torch.int8; of a quantised head pass the dequantised weight", {"weight": WEIGHT.to(torch.int8)}),
@@ -86,6 +97,10 @@ BAD_CALLS = [
     (ValueError, "vocab_size must be from 1 to the 20 rows of weight, got 21", {"vocab_size": 21}),
     (ValueError, "vocab_size must be from 1 to the 20 rows of weight, got 0", {"vocab_size": 0}),
     (ValueError, "impl must be None or one of cute, triton, streaming, reference, got 'cuda'", {"impl": "cuda"}),
+    (TypeError, "impl must be None or a str", {"impl": []}),
+    (TypeError, "impl must be None or a str", {"impl": {}}),
+    (TypeError, "impl must be None or a str", {"impl": 5}),
+    (TypeError, "impl must be None or a str", {"impl": b"triton"}),
 ]  # fmt: skip
 
 
@@ -95,7 +110,7 @@ def test_errors_name_the_argument(error, message, change):
         sample(**{"hidden_states": STATES, "weight": WEIGHT, "seed": 0} | change)
     if not change.keys() & {"hidden_states", "weight", "vocab_size"}:
         with pytest.raises(error, match=message):
-            flashsampling.sample_from_logits(**{"logits": STATES, "seed": 0} | change)
+            sample_from_logits(**{"logits": STATES, "seed": 0} | change)
 
 
 def test_a_named_implementation_never_falls_back(device):
@@ -134,12 +149,11 @@ def drawn(problem, **arguments):
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
 def test_numbers_and_tensors_mean_the_same(impl, device):
     problem = make_problem(4, 300, 16, device, impl=impl)
-    for temperature in (0.0, 0.7, 3):
-        for seed, offset in ((5, 0), (-1, 7), (2**64 - 1, 2**40 + 3), (2**33, -9)):
-            numbers = {"temperature": temperature, "seed": seed, "offset": offset}
-            signed = {"temperature": float(temperature), "seed": (seed + 2**63) % 2**64 - 2**63, "offset": offset}
-            tensors = {name: torch.full((4,), value, device=device) for name, value in signed.items()}
-            assert torch.equal(drawn(problem, **numbers, impl=impl), drawn(problem, **tensors, impl=impl))
+    for temperature, seed, offset in ((0.7, 5, 0), (3, -1, 7), (0.7, 2**64 - 1, 2**40 + 3), (0.0, 2**33, -9)):
+        numbers = {"temperature": temperature, "seed": seed, "offset": offset}
+        signed = {"temperature": float(temperature), "seed": (seed + 2**63) % 2**64 - 2**63, "offset": offset}
+        tensors = {name: torch.full((4,), value, device=device) for name, value in signed.items()}
+        assert torch.equal(drawn(problem, **numbers, impl=impl), drawn(problem, **tensors, impl=impl))
 
 
 def as_users_write(values, device):
@@ -261,14 +275,30 @@ def test_low_precision_and_strided_row_parameters(device):
     assert torch.equal(problem.sample(None), expected)
 
 
-def test_seed_none_draws_anew_per_call_and_per_row(device):
-    states, weight = torch.zeros(64, 8, device=device), torch.ones(1000, 8, device=device)
+ZEROS, HEAD, NOTHING = torch.zeros(64, 1000), torch.zeros(1000, 8), torch.zeros(64, 0, dtype=torch.int64)
+OF_ZEROS: dict[str, Callable[..., Any]] = {  # 64 rows in which all of 1000 tokens are equally likely
+    "sample": lambda **options: sample(ZEROS[:, :8], HEAD, **options),
+    "sample_from_logits": lambda **options: sample_from_logits(ZEROS, **options),
+    "verify": lambda **options: verify(ZEROS[:, None, :8], HEAD, NOTHING, **options),
+    "verify_from_logits": lambda **options: verify_from_logits(ZEROS[:, None], NOTHING, **options),
+    "verify, by rejection": lambda **options: OF_ZEROS["verify"](method="rejection", **options),
+    "verify_from_logits, by rejection": lambda **options: OF_ZEROS["verify_from_logits"](method="rejection", **options),
+}
+
+
+@pytest.mark.parametrize("call", OF_ZEROS)
+def test_seed_none_draws_anew_per_call_and_per_row(call):
     torch.manual_seed(7)
-    first, second = sample(states, weight).token_ids, sample(states, weight).token_ids
+    first, second = (OF_ZEROS[call]().token_ids for _ in range(2))
     assert len(first.unique()) > 50
     assert not torch.equal(first, second)
     torch.manual_seed(7)
-    assert torch.equal(sample(states, weight).token_ids, first)
+    assert torch.equal(OF_ZEROS[call]().token_ids, first)
+    with pytest.raises(ValueError, match="impl='cute' cannot do this"):
+        OF_ZEROS[call](impl="cute")
+    seeds = torch.arange(64)
+    moved = OF_ZEROS[call](seed=seeds, offset=seeds + 3).token_ids
+    assert torch.equal(moved.flatten(), OF_ZEROS["sample"](seed=seeds, offset=seeds + 3).token_ids)
 
 
 def test_output_is_frozen_and_the_inputs_untouched(device):
@@ -290,23 +320,6 @@ def test_opcheck(impl):
     numbers = (None, 0.7, None, 5, None, 6)
     for case in ((*rows, 0, 1, 300, impl), (*numbers, 0, 3, 299, impl)):
         torch.library.opcheck(torch.ops.flashsampling.sample.default, (*arguments, *case))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_without_a_graph_break(dynamic, device):
-    problem = make_problem(6, 300, 16, device)
-
-    def step(states, seed, offset):
-        return sample(states * 2, problem.weight, temperature=0.8, seed=seed, offset=offset).token_ids + 1
-
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
-    for offset in (2, 3, 2**40):
-        expected = step(problem.hidden_states, problem.seed, offset)
-        assert torch.equal(compiled(problem.hidden_states, problem.seed, offset), expected)
-    for batch in (3, 5):
-        rows = problem.hidden_states[:batch], problem.seed[:batch], 9
-        assert torch.equal(compiled(*rows), step(*rows))
 
 
 def test_import_needs_neither_triton_nor_cutlass():
@@ -388,9 +401,10 @@ def test_streaming_never_holds_the_logits(batch):
 
 def test_streaming_holds_a_chunk_whatever_the_number_of_draws(monkeypatch):
     """Neither scores nor the state of draws grow with their number; the tokens themselves do."""
-    assert watch_streaming(2, 1100, 2**10) <= streaming._SCORES_AT_ONCE["cpu"]
-    monkeypatch.setattr(streaming, "_SCORES_AT_ONCE", {"cpu": 2**15})
-    assert watch_streaming(1, 130, 2**15 + 5) <= 2**15
+    assert watch_streaming(2, 1100, 2**8) <= streaming._SCORES_AT_ONCE["cpu"]
+    monkeypatch.setattr(streaming, "_SCORES_AT_ONCE", {"cpu": 2**12})
+    monkeypatch.setattr(streaming, "_DRAWS_PER_PASS", 2**11)
+    assert watch_streaming(1, 128, 2**12 + 5) <= 2**12
 
 
 def test_streaming_keeps_nothing_for_a_gradient():
@@ -443,13 +457,23 @@ def warns_anew(monkeypatch):
     monkeypatch.setattr(sampling, "_warned_of_shared_noise", False)
 
 
-def test_warns_once_where_rows_share_their_noise(warns_anew):
+NO_DRAFTS = torch.zeros(3, 0, dtype=torch.int64)
+CALLS: dict[str, Callable[..., Any]] = {  # a token of each of three rows
+    "sample": lambda **rows: sample(STATES, WEIGHT, **rows),
+    "sample_from_logits": lambda **rows: sample_from_logits(STATES @ WEIGHT.T, **rows),
+    "verify": lambda **rows: verify(STATES[:, None], WEIGHT, NO_DRAFTS, **rows),
+    "verify_from_logits": lambda **rows: verify_from_logits((STATES @ WEIGHT.T)[:, None], NO_DRAFTS, **rows),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_warns_once_where_rows_share_their_noise(call, warns_anew):
     """Trap 37."""
     with pytest.warns(UserWarning, match="one seed and one offset for 3 rows.*LMHeadSampler") as caught:
-        _ = [sample(STATES, WEIGHT, seed=seed) for seed in (7, 8)]
+        _ = [CALLS[call](seed=seed) for seed in (7, 8)]
     assert len(caught) == 1
     assert caught[0].filename == __file__  # the caller's line, not ours
-    assert len(sample(STATES, WEIGHT, seed=7).token_ids.unique()) == 1  # which is what it warns of
+    assert len(CALLS[call](seed=7).token_ids.unique()) == 1  # which is what it warns of
 
 
 @pytest.mark.parametrize(
@@ -462,25 +486,16 @@ def test_warns_once_where_rows_share_their_noise(warns_anew):
         {"seed": 7, "offset": [0, 1, 2]},
         {"seed": 7, "temperature": 0.0},
         {"seed": None},
-        {"seed": 7, "hidden_states": STATES[:1], "num_samples": 5},
-        {"seed": 7, "hidden_states": STATES[:0]},
     ],
 )
 def test_does_not_warn_where_they_do_not_or_where_it_is_meant(arguments, warns_anew):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sample(**({"hidden_states": STATES, "weight": WEIGHT} | arguments))
+        for call in CALLS.values():
+            call(**arguments)
+        sample(STATES[:1], WEIGHT, seed=7, num_samples=5)
+        sample(STATES[:0], WEIGHT, seed=7)
         flashsampling.LMHeadSampler(WEIGHT, max_batch_size=4, seed=7)(STATES)
-
-
-def test_logits_warn_as_a_head_does(warns_anew):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        flashsampling.sample_from_logits(STATES, seed=7, temperature=0.0)
-        flashsampling.sample_from_logits(STATES, seed=[1, 2, 3])
-    with pytest.warns(UserWarning, match="one seed and one offset for 3 rows") as caught:
-        flashsampling.sample_from_logits(STATES, seed=7)
-    assert caught[0].filename == __file__
 
 
 def test_the_warning_breaks_no_graph(warns_anew):
@@ -497,15 +512,20 @@ def test_the_warning_breaks_no_graph(warns_anew):
 def test_compiles_with_every_kind_of_row_parameter(dynamic, device):
     problem = make_problem(5, 300, 16, device)
 
-    def step(seed, offset, temperature):
-        return drawn(problem, temperature=temperature, seed=seed, offset=offset)
+    def step(states, seed, offset, temperature):
+        rows = {"temperature": temperature, "seed": seed, "offset": offset}
+        return sample(states * 2, problem.weight, **rows).token_ids + 1
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
     one = torch.tensor(3, device=device)
-    calls = [(4, 2**40, 0.5), (5, 2**41, 0.75), (one, one[None], 2), ([1, 2, 3, 4, 5], one, [0.0, 0.5, 1.0, 1.5, 2.0])]
-    for arguments in calls:
-        assert torch.equal(compiled(*arguments), step(*arguments)), arguments
+    rows = [1, 2, 3, 4, 5], one, [0.0, 0.5, 1.0, 1.5, 2.0]
+    for batch, *arguments in (
+        (5, 4, 2**40, 0.5), (5, 5, 2**41, 0.75), (5, one, one[None], 2), (5, *rows),
+        (5, problem.seed, problem.offset, 0.8), (3, problem.seed[:3], 9, 0.8),
+    ):  # fmt: skip
+        states = problem.hidden_states[:batch]
+        assert torch.equal(compiled(states, *arguments), step(states, *arguments)), arguments
 
 
 def test_output_is_a_pytree():
@@ -517,21 +537,6 @@ def test_output_is_a_pytree():
     assert leaves[0] is out.token_ids
     assert type(_pytree.tree_unflatten(leaves, spec)) is SampleOutput
     assert _pytree.treespec_loads(_pytree.treespec_dumps(spec)) == spec
-
-
-def test_exports_a_module_that_returns_it():
-    class SampleInputs(torch.nn.Module):
-        def forward(self, states, seeds):
-            return sample(states, WEIGHT, seed=seeds)
-
-    seeds = torch.arange(3)
-    exported = torch.export.export(SampleInputs(), (STATES, seeds))
-    file = io.BytesIO()
-    torch.export.save(exported, file)
-    file.seek(0)
-    out = torch.export.load(file).module()(STATES, seeds)
-    assert type(out) is SampleOutput
-    assert torch.equal(out.token_ids, sample(STATES, WEIGHT, seed=seeds).token_ids)
 
 
 def test_dtensors_are_refused_in_words(process_group):

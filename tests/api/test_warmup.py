@@ -190,12 +190,6 @@ print(*(f"{who}:{what}" for who, what in said), len({kernel.hash for kernel in c
 """
 
 
-def test_who_compiles_runs_nothing_meanwhile(tmp_path):
-    """And all others do, other threads too, and it again behind that or an error."""
-    printed = output_of(WHO_RUNS, cache=tmp_path).split()
-    assert printed == ["MainThread:compiles", "other:runs", "MainThread:runs", "MainThread:runs", "1"]
-
-
 INTERRUPTED = """
 import torch
 from concurrent.futures import Future
@@ -225,10 +219,6 @@ print("as ever")
 """
 
 
-def test_an_interrupt_leaves_nothing_behind(tmp_path):
-    assert output_of(INTERRUPTED, cache=tmp_path).split() == ["None", "False", "as", "ever"]
-
-
 FAILS = """
 import time
 from flashsampling.kernels.triton import jit
@@ -248,10 +238,6 @@ for error in (ValueError, KeyboardInterrupt):
     except error:
         print(len(made), _async_compile.active_mode.get(), jit._only_compiles.get())
 """
-
-
-def test_an_error_meanwhile_does_not_wait_for_what_has_not_begun(tmp_path):
-    assert output_of(FAILS, cache=tmp_path).split() == ["1", "None", "False"] * 2
 
 
 CANNOT = """
@@ -276,8 +262,23 @@ with jit.compiling(2):
 """
 
 
-def test_what_cannot_be_compiled_is_the_launchs_error(tmp_path):
-    assert output_of(CANNOT, cache=tmp_path).split() == ["raised", "again"]
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [
+        # and all others run, other threads too, and it again behind that or an error
+        pytest.param(
+            WHO_RUNS,
+            "MainThread:compiles other:runs MainThread:runs MainThread:runs 1",
+            id="who compiles runs nothing meanwhile",
+        ),
+        pytest.param(INTERRUPTED, "None False as ever", id="an interrupt leaves nothing behind"),
+        pytest.param(FAILS, "1 None False 1 None False", id="an error does not wait for what has not begun"),
+        pytest.param(CANNOT, "raised again", id="what cannot be compiled is the launch's error"),
+    ],
+)
+def test_compiling(script, printed, tmp_path):
+    assert output_of(script, cache=tmp_path).split() == printed.split()
 
 
 @pytest.mark.parametrize("dim", [64, 1792, 2048, 4096])

@@ -251,7 +251,7 @@ def both_ways(
     return accepted / rounds / batch
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("mix", range(len(VARIANTS)))
 def test_match_is_decoding_without_drafts(mix, tree):

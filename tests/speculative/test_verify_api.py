@@ -2,14 +2,13 @@
 graphs."""
 
 import copy
-import warnings
 from typing import Any
 
 import numpy
 import pytest
 import torch
 
-from flashsampling import LMHeadSampler, TokenCounts, VerifyOutput, sample, sampling, verify, verify_from_logits
+from flashsampling import LMHeadSampler, TokenCounts, VerifyOutput, sample, verify, verify_from_logits
 from tests.conftest import DEVICE
 from tests.problems import KERNELS
 
@@ -93,6 +92,14 @@ DENSE: dict[str, torch.Tensor] = {
 }
 
 
+@pytest.mark.parametrize("method", ["match", "rejection"])
+@pytest.mark.parametrize("name", ["hidden_states", "cu_draft_lengths"])
+def test_sparse_rows_of_ragged_drafts_are_refused_by_name(name, method):
+    flat = {"weight": WEIGHT, "seed": torch.arange(3), "method": method, "max_draft_length": 2} | FLAT
+    with pytest.raises(TypeError, match=f"^{name} must be .*, got torch.sparse_coo"):
+        verify(**flat | {name: torch.as_tensor(FLAT[name]).to_sparse()})
+
+
 @pytest.mark.parametrize("name", DENSE)
 def test_tensors_that_are_not_dense_are_refused_by_name(name):
     arguments = {"hidden_states": STATES, "weight": WEIGHT, "draft_token_ids": DRAFTS, "seed": torch.arange(3)}
@@ -103,26 +110,6 @@ def test_tensors_that_are_not_dense_are_refused_by_name(name):
             TypeError, match=f"^{name} must be a (plain torch.Tensor|dense tensor), got (torch.sparse_coo|a nested)"
         ):
             verify(**arguments | {name: given})
-
-
-@pytest.mark.parametrize("name", ["bounds", "rows of drafts"])
-def test_sparse_rows_are_refused_by_name(name):
-    flat = {"hidden_states": torch.zeros(6, 8), "weight": WEIGHT, "seed": torch.arange(3)} | FLAT
-    if name == "bounds":
-        wrong, named = (
-            {"cu_draft_lengths": torch.tensor([0, 2, 3, 3]).to_sparse(), "max_draft_length": 2},
-            "cu_draft_lengths",
-        )
-    else:
-        wrong, named = {"hidden_states": torch.ones(6, 8).to_sparse()}, "hidden_states"
-    for method in ("match", "rejection"):
-        with pytest.raises(TypeError, match=f"^{named} must be .*, got torch.sparse_coo"):
-            verify(**flat | wrong, method=method)
-    with pytest.raises(
-        TypeError,
-        match=r"^hidden_states must be a dense tensor, got torch.sparse_coo; pass hidden_states.to_dense\(\)$",
-    ):
-        sample(torch.ones(3, 8).to_sparse(), WEIGHT, seed=torch.arange(3))
 
 
 class Verifies(torch.nn.Module):
@@ -176,36 +163,9 @@ def test_what_is_refused_from_logits():
             verify_from_logits(states, DRAFTS)
     with pytest.raises(TypeError, match="unexpected argument 'tp'"):  # logits are no shard's
         verify_from_logits(torch.zeros(3, 3, 70), DRAFTS, seed=1, tp=None)
-    with pytest.raises(TypeError, match=r"target_logits must be a torch.Tensor, got NoneType"):
-        verify_from_logits(None, DRAFTS)
-
-
-def test_requests_share_noise_with_a_warning(monkeypatch):
-    for call, states in ((verify, (STATES, WEIGHT)), (verify_from_logits, (STATES @ WEIGHT.T,))):
-        monkeypatch.setattr(sampling, "_warned_of_shared_noise", False)
-        with pytest.warns(UserWarning, match="one seed and one offset for 3 rows") as caught:
-            call(*states, DRAFTS, seed=1)
-        assert caught[0].filename == __file__  # the caller's line, not ours
-    monkeypatch.setattr(sampling, "_warned_of_shared_noise", False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        verify(STATES, WEIGHT, DRAFTS, seed=[1, 2, 3])
-        verify(STATES, WEIGHT, DRAFTS)  # seeds of their own
-        verify(STATES, WEIGHT, DRAFTS, seed=1, temperature=0.0)
-
-
-@pytest.mark.parametrize("method", ["match", "rejection"])
-def test_seeds_of_none_and_a_named_implementation(method):
-    states, nothing = torch.zeros(64, 1, 8), torch.zeros(64, 0).long()
-    for call, target in ((verify, (states, torch.zeros(1000, 8))), (verify_from_logits, (torch.zeros(64, 1, 1000),))):
-        torch.manual_seed(7)
-        first, second = (call(*target, nothing, method=method).token_ids for _ in range(2))
-        assert len(first.unique()) > 50  # a seed for each request
-        assert not torch.equal(first, second)
-        torch.manual_seed(7)
-        assert torch.equal(call(*target, nothing, method=method).token_ids, first)
-        with pytest.raises(ValueError, match="impl='cute' cannot do this"):
-            call(*target, nothing, method=method, impl="cute")
+    for message, states in (("a torch.Tensor, got NoneType", None), ("bfloat16, float16 or", STATES.double())):
+        with pytest.raises(TypeError, match=f"target_logits must be {message}"):
+            verify_from_logits(states, DRAFTS)
 
 
 @pytest.mark.quick(0)

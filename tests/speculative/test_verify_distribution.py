@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashsampling import noise, sample_from_logits, verify_from_logits
-from flashsampling.reference import rejection
+from flashsampling.reference import streaming
 from tests.kernels.test_distribution import LEVEL, assert_distribution
 
 VOCAB, POSITIONS, REQUESTS = 3, 3, 8_000
@@ -97,7 +97,7 @@ def chain(q: Tensor, n: int, method: str, chance: torch.Generator):
     return propose
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("method", "drafter", "holes"), CASES)
 def test_joint_distribution(method, drafter, holes):
     target = HOLES if holes else TARGET
@@ -105,6 +105,7 @@ def test_joint_distribution(method, drafter, holes):
     assert_joint(target, emitted(target, propose, method=method))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("drafts", ["likeliest", "impossible", "one or none"])
 def test_drafts_that_are_certain(drafts):
     """Without ``draft_probs``; some requests with fewer drafts, and with none."""
@@ -293,6 +294,6 @@ def test_groups_of_rows_are_one(monkeypatch):
     drafts = torch.randint(0, 16, (9, 3))
     expected = verify_from_logits(states, drafts, method="rejection", draft_probs=q, seed=torch.arange(9))
     for rows in (1, 2, 5):
-        monkeypatch.setattr(rejection, "_ROWS_OF_LOGITS", {"cpu": 16 * rows, "cuda": 16 * rows})
+        monkeypatch.setattr(streaming, "_LOGITS_AT_ONCE", {"cpu": 16 * rows, "cuda": 16 * rows})
         out = verify_from_logits(states, drafts, method="rejection", draft_probs=q, seed=torch.arange(9))
         assert torch.equal(out.token_ids, expected.token_ids)
