@@ -1,5 +1,6 @@
 import copy
 import io
+from typing import Any
 
 import numpy
 import pytest
@@ -240,10 +241,10 @@ def test_exports_and_compiles_within_a_model(bare):
     model = Model(bare=bare)
     x = states()
     exported = torch.export.export(copy.deepcopy(model), (x,)).module()
-    compiled = torch.compile(copy.deepcopy(model), fullgraph=True)
+    copies: list[Any] = [exported, torch.compile(copy.deepcopy(model), fullgraph=True)]
     for _ in range(2):
         expected = model(x).token_ids
-        for other in (exported, compiled):
+        for other in copies:
             out = other(x)
             assert type(out) is SampleOutput
             assert torch.equal(out.token_ids, expected)

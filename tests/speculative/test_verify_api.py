@@ -163,9 +163,10 @@ def test_what_is_refused_from_logits():
             verify_from_logits(states, DRAFTS)
     with pytest.raises(TypeError, match="unexpected argument 'tp'"):  # logits are no shard's
         verify_from_logits(torch.zeros(3, 3, 70), DRAFTS, seed=1, tp=None)
-    for message, states in (("a torch.Tensor, got NoneType", None), ("bfloat16, float16 or", STATES.double())):
+    logits: Any
+    for message, logits in (("a torch.Tensor, got NoneType", None), ("bfloat16, float16 or", STATES.double())):
         with pytest.raises(TypeError, match=f"target_logits must be {message}"):
-            verify_from_logits(states, DRAFTS)
+            verify_from_logits(logits, DRAFTS)
 
 
 @pytest.mark.quick(0)

@@ -571,7 +571,7 @@ def other_drafts(rank: Rank) -> None:
             if rank.transport == "p2p" and "seed" not in differs:
                 differs = ("request",)
             given = all_others | other if rank.rank == odd else all_others
-            _one_differs(tp, lambda step=step, given=given: step(**given).token_ids, odd, differs)
+            _one_differs(tp, functools.partial(step, **given), odd, differs)
     # out of step, and what belongs to no draft is not compared
     tp, shard = rank.group(problem.weight, timeout=20.0)
     with tp:

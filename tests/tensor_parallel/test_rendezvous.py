@@ -725,7 +725,7 @@ def test_posts_go_on_after_closing_while_an_all_gather_hangs(alone, all_done):
 def test_a_communicator_ends_unless_a_graph_holds_it(alone, captured, monkeypatch):
     """Trap 53: NCCL frees what no graph holds, and waits for the end of those that do."""
     it, _ = alone
-    kept = []
+    kept: list[Any] = []
     monkeypatch.setattr(nccl, "_kept", kept)
     it.connect()
     with monkeypatch.context() as patch:

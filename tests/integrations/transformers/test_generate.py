@@ -562,8 +562,8 @@ def placeholder() -> Any:
         lambda logits: logits.to("cpu", dtype=torch.bfloat16),
         lambda logits: logits.to(torch.zeros(2, dtype=torch.int64)),
         # followed, but no transform
-        lambda logits: (torch.tanh(logits) * -5).transform(),
-        lambda logits: (torch.tanh(logits) * 0).transform(),
+        lambda logits: (logits.tanh() * -5).transform(),
+        lambda logits: (logits.tanh() * 0).transform(),
         lambda logits: (logits / 0).transform(),
         lambda logits: (logits * float("inf")).transform(),
     ],
