@@ -19,7 +19,7 @@ from rich.table import Table
 
 from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.hopper import config, dispatch, launch
-from flashsampling.kernels.hopper.config import KINDS, NO_TRANSFORMS, TILE_V
+from flashsampling.kernels.hopper.config import KINDS, TILE_V
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from tests.emulator import hopper
 
@@ -44,7 +44,7 @@ def _processed(step: SampleInputs) -> object:
 def _leaving(step: SampleInputs, masses: tuple[bool, bool], filters: SamplingParams | None = None) -> object:
     cutoffs = None if filters is None else torch.empty(len(step.hidden_states), dtype=torch.int32)
     return dispatch.run_with_logits(
-        step, 1, masses, None, NO_TRANSFORMS, dispatch._cutoff_arguments(filters or DEFAULT_PARAMS, cutoffs)
+        step, 1, masses, None, dispatch.NO_TRANSFORMS, dispatch._cutoff_arguments(filters or DEFAULT_PARAMS, cutoffs)
     )
 
 

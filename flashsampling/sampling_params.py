@@ -7,6 +7,7 @@ A field's ``Param`` says what ``sample`` takes for it, its type in the torch ope
 
 import difflib
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, get_type_hints
 
@@ -183,11 +184,13 @@ PARAMS: dict[str, Param] = {  # every field but the stream, which is no paramete
 ROW_FIELDS = tuple(name for name, param in PARAMS.items() if param.schema.startswith("row "))
 MATRIX_FIELDS = tuple(name for name, param in PARAMS.items() if param.per_row and not param.is_hint)
 FILTER_FIELDS = tuple(name for name, param in PARAMS.items() if param.is_filter)
+HEAD_NUMBERS = tuple(name for name, param in PARAMS.items() if param.schema == "float")
 RANK_LOCAL_FIELDS = tuple(name for name, param in PARAMS.items() if param.is_rank_local)
 _HINTS = tuple(name for name, param in PARAMS.items() if param.is_hint)
 _ARGUMENTS = {name: param.argument or name for name, param in PARAMS.items()}  # by field
 _PARSERS = {_ARGUMENTS[name]: param.parse for name, param in PARAMS.items() if param.parse is not None}
 _PENALTIES = tuple(name for name in PARAMS if name.endswith("_penalty"))
+head_numbers: Callable[[SamplingParams], tuple[float, ...]] = operator.attrgetter(*HEAD_NUMBERS)  # their values
 
 
 class SamplingOptions(TypedDict, total=False):

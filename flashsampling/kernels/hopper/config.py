@@ -73,8 +73,6 @@ class Features(NamedTuple):
 # A kernel with logits always has transforms too: at 256 columns a run-time choice cost registers, and ten and more a
 # thread were spilled within the k loop
 KINDS = {"plain": Features(), "processed": Features(transforms=True), "logits": Features(transforms=True, logits=True)}
-# ``arguments.TransformArguments`` without transforms
-NO_TRANSFORMS = (0, 0, 1.0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0, 0.0, 0, 0.0, 0, 0)
 CUTOFF_KEYS = 512  # block keys of a row that its store cutoff is found from: see ``store_cutoff``
 # the last fields of ``arguments.Outputs``, where no row has a store cutoff
 NO_CUTOFFS = (0, 0, 0, 1, 0, 0.0, 1)

@@ -22,7 +22,6 @@ import functools
 import importlib
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,17 +29,13 @@ from torch import Tensor
 from ...exchange_protocol import WHOLE
 from ...inputs import SampleInputs, row_argument
 from ...outputs import FilteredLogits, SampleResult
-from ...sampling_params import DEFAULT_PARAMS, SamplingParams
+from ...sampling_params import DEFAULT_PARAMS, HEAD_NUMBERS, SamplingParams, head_numbers
 from . import launch
-from .config import KINDS, NO_CUTOFFS, NO_TRANSFORMS, TILE_V, TileConfig, choose_config, skipped
+from .config import KINDS, NO_CUTOFFS, TILE_V, TileConfig, choose_config, skipped
 
 _PER_REQUEST = "dense_bias", "bias_ids", "counts", "token_mask"  # these change logits after the raw ones
 # replaces the sampling parameters that ``logit_transforms`` applies
-_TRANSFORMED: dict[str, Any] = {
-    "logit_scale": 1.0,
-    "soft_cap": 0.0,
-    **dict.fromkeys(("bias", "bias_values", *_PER_REQUEST)),
-}
+_TRANSFORMED = {name: getattr(DEFAULT_PARAMS, name) for name in (*HEAD_NUMBERS, "bias", "bias_values", *_PER_REQUEST)}
 
 
 @functools.cache
@@ -96,7 +91,7 @@ def _nonzero_mask_argument(params: SamplingParams, base: int) -> tuple[int, int]
 
 def _has_transforms(params: SamplingParams) -> bool:
     """Returns whether ``logit_transforms`` has anything to apply."""
-    of_head = params.logit_scale != 1.0 or params.soft_cap != 0.0 or params.bias is not None
+    of_head = head_numbers(params) != head_numbers(DEFAULT_PARAMS) or params.bias is not None
     return of_head or any(getattr(params, name) is not None for name in _PER_REQUEST)
 
 
@@ -122,8 +117,7 @@ def transform_arguments(
     transforms = (
         int(_has_transforms(params)),
         _address(bias),
-        params.logit_scale,
-        params.soft_cap,
+        *head_numbers(params),
         _address(params.dense_bias, base),
         _address(sparse_bias),
         sparse_bias_stride,
@@ -137,6 +131,9 @@ def transform_arguments(
         mask_stride,
     )
     return transforms, (of_counts, of_mask, bias, sparse_bias)
+
+
+NO_TRANSFORMS = transform_arguments(DEFAULT_PARAMS, 0)[0]
 
 
 def run(step: SampleInputs, config: TileConfig | None = None) -> SampleResult:

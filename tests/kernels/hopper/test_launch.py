@@ -15,7 +15,7 @@ from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.hopper import config, launch, workspace_layout
 from flashsampling.kernels.hopper import dispatch as module
 from flashsampling.kernels.hopper.arguments import Arguments, HostArguments, LaunchArguments, TransformArguments
-from flashsampling.kernels.hopper.config import CUTOFF_KEYS, KINDS, NO_CUTOFFS, NO_TRANSFORMS
+from flashsampling.kernels.hopper.config import CUTOFF_KEYS, KINDS, NO_CUTOFFS
 from flashsampling.noise import Stream
 from flashsampling.outputs import SampleResult
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
@@ -344,8 +344,8 @@ def test_what_changes_logits_alone_is_one_launch(monkeypatch, launches, num_samp
         token_mask=mask.data_ptr(),
         mask_stride=0,
     )
-    nothing = TransformArguments(*NO_TRANSFORMS)
-    assert nothing._replace(logit_scale=0.0, repetition_value=0.0) == (0,) * len(NO_TRANSFORMS)
+    nothing = TransformArguments(*module.NO_TRANSFORMS)
+    assert nothing._replace(logit_scale=0.0, repetition_value=0.0) == (0,) * len(module.NO_TRANSFORMS)
 
 
 def test_what_asks_for_nothing_takes_the_plain_kernel(launches):

@@ -12,7 +12,7 @@ import flashsampling
 from flashsampling import workspace
 from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.hopper import config, dispatch, launch
-from flashsampling.kernels.hopper.config import KINDS, NO_CUTOFFS, NO_TRANSFORMS
+from flashsampling.kernels.hopper.config import KINDS, NO_CUTOFFS
 from flashsampling.outputs import DEFERRED_DRAW
 from flashsampling.sampling_params import SamplingParams
 from tests.api.test_token_counts import seen_of
@@ -68,7 +68,7 @@ def check(
     step: SampleInputs,
     shape: config.TileConfig | None = None,
     draws: int | None = None,
-    transforms: tuple[int | float, ...] = NO_TRANSFORMS,
+    transforms: tuple[int | float, ...] = dispatch.NO_TRANSFORMS,
 ) -> tuple:
     """What is left of a step: (logits, keys, sums, raw sums), all of it right."""
     draws = step.num_samples if draws is None else draws
@@ -216,7 +216,7 @@ def test_nothing_is_written_beside(vocab, shape):
         others = [torch.full((2 * shape.block_b + 8, blocks), poison, device=DEVICE) for _ in range(3)]
         at = 4  # rows before
         outputs = [tensor[at:].data_ptr() for tensor in (logits, *others)]
-        launch.run(step, shape, KINDS["logits"], (*NO_TRANSFORMS, outputs[0], 4096, *outputs[1:], *NO_CUTOFFS))
+        launch.run(step, shape, KINDS["logits"], (*dispatch.NO_TRANSFORMS, outputs[0], 4096, *outputs[1:], *NO_CUTOFFS))
         for tensor, columns in ((logits, vocab), *((other, blocks) for other in others)):
             written = torch.zeros_like(tensor, dtype=torch.bool)
             written[at : at + batch, :columns] = True
@@ -277,7 +277,7 @@ def run_with_cutoffs(
     """What it draws; the rest is written to ``outputs`` and ``cutoffs``."""
     logits, keys, masses = (0 if output is None else output.data_ptr() for output in outputs)
     addresses = logits, outputs[0].stride(0) * 4, keys, masses, 0
-    arguments = (*NO_TRANSFORMS, *addresses, *dispatch._cutoff_arguments(wanted, cutoffs))
+    arguments = (*dispatch.NO_TRANSFORMS, *addresses, *dispatch._cutoff_arguments(wanted, cutoffs))
     return launch.run(step, shape, KINDS["logits"], arguments).ids
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from ....exchange_protocol import WHOLE
 from ....inputs import SampleInputs, row_argument
 from ....outputs import SampleResult, layout
-from ....sampling_params import SamplingParams
+from ....sampling_params import DEFAULT_PARAMS, SamplingParams, head_numbers
 from ...device import capability
 from ..fused.config import device_unsupported
 from ..jit import compiling, only_compiles
@@ -129,7 +129,7 @@ def _address(tensor: Tensor | None) -> int:
 
 def head_transform(params: SamplingParams) -> HeadTransform:
     """Returns the LM head's transform as kernels take it."""
-    return HeadTransform(_address(params.bias), float(params.logit_scale), float(params.soft_cap))
+    return HeadTransform(_address(params.bias), *map(float, head_numbers(params)))
 
 
 def request_transforms(params: SamplingParams) -> tuple[RequestTransforms, tuple[Tensor | None, ...]]:
@@ -151,7 +151,7 @@ def request_transforms(params: SamplingParams) -> tuple[RequestTransforms, tuple
 
 def changes_logits(head: HeadTransform, transforms: RequestTransforms) -> tuple[bool, bool]:
     """Returns whether the LM head's transform, and the request's, change logits."""
-    return head != HeadTransform(0, 1.0, 0.0), any(transforms[:10])  # addresses, strides and the count
+    return head != head_transform(DEFAULT_PARAMS), any(transforms[:10])  # addresses, strides and the count
 
 
 def _rows(step: SampleInputs) -> Rows:
