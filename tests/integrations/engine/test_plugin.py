@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import sys
 
 import pytest
 
+from flashsampling.integrations import sglang, vllm
 from flashsampling.integrations.engine import plugin
 from flashsampling.integrations.engine.plugin import Plugin, Refused, StepCounts, describe, switch
 from flashsampling.integrations.engine.request_info import FallbackReason
@@ -138,6 +140,16 @@ def test_signatures():
 
 
 def test_both_engines_share_one_error():
-    from flashsampling.integrations import sglang, vllm
-
     assert vllm.Refused is sglang.Refused is plugin.Refused
+
+
+@pytest.mark.parametrize("variable", ["FLASHSAMPLING_VLLM", "FLASHSAMPLING_SGLANG"])
+def test_a_bad_value_at_an_entry_point(variable, monkeypatch, caplog):
+    """The engine is as it is, and one line names the variable."""
+    monkeypatch.setenv(variable, "nonsense")
+    finders = list(sys.meta_path)
+    (vllm if variable == "FLASHSAMPLING_VLLM" else sglang).register()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"flashsampling: nothing is fused: {variable} must be auto, require ")
+    assert record.getMessage().endswith("got 'nonsense'")
+    assert sys.meta_path == finders

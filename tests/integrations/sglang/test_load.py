@@ -11,6 +11,7 @@ import pytest
 from flashsampling.integrations.sglang import Refused, counters, load, register, settings
 
 from ...conftest import run_python
+from ..engine.refusals import refused_words
 from . import fakes
 
 
@@ -105,18 +106,6 @@ def test_nothing_set_does_nothing(monkeypatch):
     register()
 
 
-def test_a_bad_value(monkeypatch, caplog):
-    """SGLang is as it is, and one line names it."""
-    monkeypatch.setenv(settings.PLUGIN.variable, "nonsense")
-    register()
-    (record,) = caplog.records
-    assert record.getMessage().startswith(
-        f"flashsampling: nothing is fused: {settings.PLUGIN.variable} must be auto, require "
-    )
-    assert record.getMessage().endswith("got 'nonsense'")
-    assert not Registry.hooks
-
-
 @pytest.mark.parametrize(
     ("version", "release"),
     [
@@ -141,32 +130,23 @@ def test_a_release_with_beam_search(newer, monkeypatch):
 def test_beam_search_in_another_way(newer, monkeypatch, caplog):
     newer.capture_pre_sample_logits = taking(("batch", "logits_output"))
     said = "capture_pre_sample_logits takes batch, logits_output here, not batch, forward_batch, logits_output"
-    assert refused_words(monkeypatch, caplog) == f"{said}: this release of SGLang is not known"
-    caplog.clear()
+    assert words_of(monkeypatch, caplog) == f"{said}: this release of SGLang is not known"
     del newer.capture_pre_sample_logits
-    assert refused_words(monkeypatch, caplog).startswith("there is no capture_pre_sample_logits here")
+    assert words_of(monkeypatch, caplog).startswith("there is no capture_pre_sample_logits here")
 
 
 def test_the_methods_of_another_release(newer, monkeypatch, caplog):
     """Each of the known ones is held against its own."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.15")
-    assert refused_words(monkeypatch, caplog).startswith(
+    assert words_of(monkeypatch, caplog).startswith(
         "ForwardBatch.init_new takes batch, model_runner, capture_hidden_mode, "
     )
 
 
-def refused_words(monkeypatch, caplog):
-    """Returns the line that is logged with "auto", which is the error with "require"."""
-    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
-    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
-        register()
-    (record,) = caplog.records
-    monkeypatch.setenv(settings.PLUGIN.variable, "require")
-    with pytest.raises(SystemExit) as ended:
-        register()
+def words_of(monkeypatch, caplog):
+    """Returns why ``register`` puts no hooks in."""
+    words = refused_words(settings.PLUGIN, register, monkeypatch, caplog, SystemExit)
     assert not Registry.hooks
-    words = record.getMessage().removeprefix("flashsampling: nothing is fused: ")
-    assert str(ended.value) == f"flashsampling: {words} (FLASHSAMPLING_SGLANG=require)"
     return words
 
 
@@ -174,7 +154,7 @@ def refused_words(monkeypatch, caplog):
 def test_other_releases(version, monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     words = f"SGLang {version} is not one of the releases that are known: 0.5.15, 0.5.23"
-    assert refused_words(monkeypatch, caplog) == words
+    assert words_of(monkeypatch, caplog) == words
 
 
 def test_other_signatures(monkeypatch, caplog):
@@ -184,17 +164,17 @@ def test_other_signatures(monkeypatch, caplog):
     monkeypatch.setattr(fakes.ModelRunner, "sample", sample)
     known = "self, logits_output, forward_batch"
     said = f"ModelRunner.sample takes {known}, sampler here, not {known}"
-    assert refused_words(monkeypatch, caplog) == f"{said}: this release of SGLang is not known"
+    assert words_of(monkeypatch, caplog) == f"{said}: this release of SGLang is not known"
 
 
 def test_a_method_that_is_gone(monkeypatch, caplog):
     monkeypatch.setattr(sys.modules[load._CLASSES["LogitsMetadata"]], "LogitsMetadata", object)
-    assert refused_words(monkeypatch, caplog).startswith("there is no LogitsMetadata.from_forward_batch here")
+    assert words_of(monkeypatch, caplog).startswith("there is no LogitsMetadata.from_forward_batch here")
 
 
 def test_modules_that_are_not_there(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", None)
-    assert "ModuleNotFoundError" in refused_words(monkeypatch, caplog)
+    assert "ModuleNotFoundError" in words_of(monkeypatch, caplog)
 
 
 class Panic(BaseException):
@@ -222,7 +202,7 @@ def test_forks_of_sglang(place, error, monkeypatch, caplog):
     else:
         where = load._RUNNER if place == "classes" else "sglang.srt.plugins.hook_registry"
         monkeypatch.setitem(sys.modules, where, Hostile(error))
-    assert refused_words(monkeypatch, caplog) == repr(error)
+    assert words_of(monkeypatch, caplog) == repr(error)
 
 
 @pytest.mark.parametrize(
@@ -233,16 +213,8 @@ def test_forks_of_sglang(place, error, monkeypatch, caplog):
 def test_runners_that_nobody_expected(runner, monkeypatch, caplog):
     """While the model is looked at."""
     monkeypatch.setitem(sys.modules, "sglang.srt.layers.logits_processor", None)
-    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
-    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
-        assert load.after_load_model("result", runner) == "result"
-    (record,) = caplog.records
-    said = record.getMessage().removeprefix("flashsampling: nothing is fused: ")
+    said = refused_words(settings.PLUGIN, lambda: load.after_load_model(None, runner), monkeypatch, caplog)
     assert runner.flashsampling_refused == said
-    monkeypatch.setenv(settings.PLUGIN.variable, "require")
-    with pytest.raises(Refused) as refused:
-        load.after_load_model(None, runner)
-    assert str(refused.value) == f"{said} (FLASHSAMPLING_SGLANG=require)"
 
 
 def scheduler_of(**runner):

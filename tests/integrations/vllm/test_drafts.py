@@ -1,21 +1,16 @@
 """vLLM's drafts in the plug-in, on a model runner that is made up: the tokens of every request are those without
 drafts."""
 
-import functools
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
-from flashsampling.integrations.vllm import Refused
 from flashsampling.integrations.vllm.request_info import VllmRules, pack_mask
-from flashsampling.integrations.vllm.runner import check_runner, count_drafts, summarize
-from flashsampling.integrations.vllm.settings import KNOWN
+from flashsampling.integrations.vllm.runner import summarize
 
 from . import fakes
 from .fakes import LEFT, SamplingParams
-from .test_step import LEFT_TO_VLLM, PROMPT, SERVED, SLOTS, D, V, runner_of, states_of
+from .test_step import LEFT_TO_VLLM, PROMPT, SERVED, SLOTS, D, V, expected, runner_of, states_of
 
 MOST, LONG = 3, 9  # drafts of a request; tokens that are decoded
 CONSTRAINED = ("plain", "top_k", "greedy", "repetition", "penalised_top_k")  # by a grammar
@@ -148,9 +143,13 @@ def test_penalties_and_lengths_matter():
         assert (num_sampled.tolist(), num_rejected.tolist()) == ([len(wanted)], [4 - len(wanted)])
 
 
-def test_a_split_batch():
-    """Requests with a seed are drawn here with their drafts, those that cannot be by vLLM with theirs."""
-    runner = runner_of(most_drafts=MOST)
+@pytest.mark.parametrize(
+    "drafts", [{}, {"min_p": [11, 11], "fixed": [8, 8, 9], "words": [4], "greedy": [5]}], ids=["no drafts", "drafts"]
+)
+def test_a_split_batch(drafts):
+    """Requests with a seed are drawn here with their drafts, those that cannot be by vLLM with theirs, and with their
+    grammars; log-probabilities of both."""
+    runner = runner_of(most_drafts=MOST if drafts else 0)
     requests = {
         "seeded": (PROMPT, SamplingParams(seed=1, logprobs=2)),
         "words": (PROMPT, SamplingParams(bad_words_token_ids=[[3, 4]], logprobs=4)),
@@ -161,30 +160,41 @@ def test_a_split_batch():
     runner.add(**requests)
     runner.batch(dict.fromkeys(["min_p", "fixed", "words", "greedy"], 3))
     tokens = {"min_p": 1, "fixed": 1, "seeded": 2, "words": 1, "greedy": 1}  # seeded: a part of its prompt
-    batch = runner.batch(tokens, {"min_p": [11, 11], "fixed": [8, 8, 9], "words": [4], "greedy": [5]})
-    states = states_of(batch)
-    masks = np.stack([pack_mask(V, [token], []) for token in (8, 8, 9, 8, 11, 11, 11)])
-    output, num_sampled, num_rejected = runner.sample(states, batch, fakes.GrammarOutput(["fixed", "min_p"], masks))
+    batch = runner.batch(tokens, drafts)
+    states, bounds = states_of(batch), batch.cu_num_logits_np.tolist()
+    rows = dict(zip(tokens, map(slice, bounds, bounds[1:])))
+    fixed = [*drafts.get("fixed", []), 8]
+    masks = [pack_mask(V, [token], []) for token in (*fixed, *drafts.get("min_p", []), 11)]
+    grammars = fakes.GrammarOutput(["fixed", "min_p"], np.stack(masks))
+    output, num_sampled, num_rejected = runner.sample(states, batch, grammars)
     ((left, grammar),) = runner.left
     assert left == ["min_p", "words"]
     assert grammar.structured_output_request_ids == ["min_p"]
-    assert grammar.grammar_bitmask.tolist() == masks[4:].tolist()
+    assert np.array_equal(grammar.grammar_bitmask, masks[len(fixed) :])
     ids = output.sampled_token_ids
-    assert ids.shape == (5, MOST + 1)
-    assert ids[1].tolist() == [8, 8, 9, 8]
-    assert [int(ids[0, 0]), int(ids[3, 0])] == [LEFT, LEFT]
-    assert ids[4, 0] == (states[11] @ runner.flashsampling.step.head.weight[:V].T).argmax()
-    assert num_sampled.tolist() == [1, 4, 0, 1, 1]
-    assert num_rejected.tolist() == [2, 0, 0, 1, 1]
-    logprobs = output.logprobs_tensors
-    assert logprobs.cu_num_generated_tokens == [0, 3, 7, 8, 10, 12]
-    assert logprobs.logprobs.shape == (12, 5)
-    assert logprobs.logprobs[:3].tolist() == logprobs.logprobs[8:10].tolist() + [[-2.0] * 5]
-    assert logprobs.logprob_token_ids[3:7, 0].tolist() == [8, 8, 9, 8]
-    assert logprobs.logprobs[7].isneginf().tolist() == [False, False, False, True, True]
+    assert ids.shape == (5, MOST + 1 if drafts else 1)
+    assert ids[1].tolist() == fixed
+    assert ids[[0, 3], 0].tolist() == [LEFT, LEFT]
+    for row, name in ((2, "seeded"), (4, "greedy")):
+        where = int(batch.logits_indices[bounds[row]])
+        assert (
+            ids[row, 0]
+            == expected(runner, states[where], requests[name][1], PROMPT, (), int(batch.positions[where])).token_ids
+        )
+    assert num_sampled.tolist() == [1, len(fixed), 0, 1, 1]
+    assert num_rejected.tolist() == [len(drafts.get("min_p", [])), 0, 0, *([1, 1] if drafts else [0, 0])]
+    found = output.logprobs_tensors
+    assert found.cu_num_generated_tokens == (bounds if drafts else None)
+    assert found.logprobs.shape == (bounds[-1], 5)
+    assert (found.logprobs[rows["min_p"]] == -2.0).all()
+    assert (found.logprobs[rows["words"]] == -2.0).all()
+    assert (found.selected_token_ranks[rows["words"]] == 3).all()
+    assert found.logprob_token_ids[rows["fixed"], 0].tolist() == fixed
+    assert found.logprob_token_ids[rows["seeded"], 0] == ids[2, 0]
+    assert found.logprobs[rows["seeded"]].isneginf().tolist() == [[False, False, False, True, True]]
     reasons = {"bad words of several tokens": 1, "min_p with top_p": 1}
-    seen = {"fused": 0, "left": 0, "split": 1, "drafts": 4, "reasons": reasons, "undefined_rows": 0}
-    assert runner.flashsampling.counters() == seen
+    counted = {"drafts": 4 if drafts else 0, "reasons": reasons, "undefined_rows": 0}
+    assert runner.flashsampling.counters() == {"fused": 0, "left": 0, "split": 1, **counted}
 
 
 @pytest.mark.parametrize("reason", ["min_p with top_p", "logprob_token_ids"])
@@ -237,55 +247,6 @@ def test_warm_up(monkeypatch):
     runner._dummy_sampler_run(torch.randn(8, D))
     assert rows == {32, 10}
     assert behind == [(MOST, MOST + 1, MOST + 1)] * 2
-
-
-class Verifier:
-    synthetic_conditional_rates = None
-
-
-def drafting(most=MOST):
-    """A runner, with what is looked at."""
-    parallel = SimpleNamespace(tensor_parallel_size=1, prefill_context_parallel_size=1)
-    return SimpleNamespace(
-        vllm_config=SimpleNamespace(parallel_config=parallel, speculative_config=SimpleNamespace()),
-        model_config=SimpleNamespace(logits_processors=None),
-        num_speculative_steps=most,
-        decode_query_len=most + 1,
-        speculator=SimpleNamespace(draft_logits=None),
-        rejection_sampler=Verifier(),
-        sampler=fakes.Sampler(SLOTS, V),
-        use_pp=False,
-        is_pooling_model=False,
-        device=torch.device("cuda"),
-    )
-
-
-@pytest.mark.parametrize(
-    ("where", "value", "why"),
-    [
-        ("speculator", None, "whose drafts go to a Verifier"),
-        ("rejection_sampler", None, "whose drafts go to a NoneType"),
-        ("rejection_sampler", type("Own", (Verifier,), {})(), "whose drafts go to a Own"),
-        ("rejection_sampler.synthetic_conditional_rates", torch.ones(3), "rejection_sample_method=synthetic"),
-        ("speculator.draft_logits", torch.ones(1), "draft_sample_method=probabilistic"),
-        ("decode_query_len", 6, "6 new tokens, and 3 drafts"),
-        (None, None, None),
-    ],
-)
-def test_drafts_that_are_refused(where, value, why):
-    runner = drafting()
-    if where is None:
-        check_runner(runner, KNOWN["0.26"], SimpleNamespace, fakes.Sampler)
-        assert count_drafts(runner, Verifier) == MOST
-        runner.vllm_config.speculative_config = None
-        assert count_drafts(runner, Verifier) == 0
-        with pytest.raises(Refused, match="4 new tokens"):
-            check_runner(runner, KNOWN["0.26"], SimpleNamespace, fakes.Sampler)
-        return
-    *path, last = where.split(".")
-    setattr(functools.reduce(getattr, path, runner), last, value)
-    with pytest.raises(Refused, match=why):
-        count_drafts(runner, Verifier)
 
 
 def test_the_log_says_so(model):

@@ -15,6 +15,8 @@ import pytest
 from flashsampling.integrations.vllm import Refused, counters, load, register, settings
 from tests.conftest import run_python
 
+from ..engine.refusals import refused_words
+
 WORKER, EXECUTOR = "vllm.v1.worker.gpu_worker", "vllm.v1.executor.abstract"
 
 
@@ -87,21 +89,13 @@ def test_nothing_set_does_nothing(monkeypatch):
     assert not _theirs()
 
 
-@pytest.mark.parametrize("variable", [settings.PLUGIN.variable, settings.TENSOR_PARALLEL, settings.GRAPHS])
+@pytest.mark.parametrize("variable", [settings.TENSOR_PARALLEL, settings.GRAPHS])
 def test_a_bad_value(variable, monkeypatch, caplog):
-    """vLLM is as it is, and one line names it; where the plug-in is required that is an error."""
-    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
     monkeypatch.setenv(variable, "nonsense")
-    register()
-    (line,) = lines(caplog)
-    assert line.startswith(f"flashsampling: nothing is fused: {variable} must be ")
-    assert line.endswith("got 'nonsense'")
+    words = refused_words(settings.PLUGIN, register, monkeypatch, caplog)
+    assert words.startswith(f"{variable} must be 1/0")
+    assert words.endswith("got 'nonsense'")
     assert not awaited()
-    if variable != settings.PLUGIN.variable:
-        monkeypatch.setenv(settings.PLUGIN.variable, "require")
-        with pytest.raises(Refused, match=f"^{variable} must be 1/0"):
-            register()
-        assert not awaited()
 
 
 @pytest.mark.parametrize(
@@ -116,16 +110,8 @@ def test_known_releases(version, release):
 )
 def test_other_releases(version, monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
-    with caplog.at_level(logging.INFO, "vllm.flashsampling"):
-        register()
-    assert not awaited()
     words = f"vLLM {version} is not one of the releases that are known to work: 0.26.x, 0.33.x, with model runner v2"
-    assert [record.getMessage() for record in caplog.records] == [f"flashsampling: nothing is fused: {words}"]
-    monkeypatch.setenv(settings.PLUGIN.variable, "require")
-    with pytest.raises(Refused) as refused:
-        register()
-    assert str(refused.value) == f"{words} (FLASHSAMPLING_VLLM=require)"
+    assert refused_words(settings.PLUGIN, register, monkeypatch, caplog) == words
     assert not awaited()
 
 
@@ -141,14 +127,7 @@ def test_a_release_that_nobody_can_tell(found, monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", version)
     register()
     assert not caplog.records
-    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
-    register()
-    assert not awaited()
-    (line,) = lines(caplog)
-    assert line.startswith("flashsampling: nothing is fused: ")
-    monkeypatch.setenv(settings.PLUGIN.variable, "require")
-    with pytest.raises(Refused, match=r"\(FLASHSAMPLING_VLLM=require\)$"):
-        register()
+    refused_words(settings.PLUGIN, register, monkeypatch, caplog)
     assert not awaited()
 
 
@@ -218,22 +197,14 @@ def test_the_worker_is_patched_once(monkeypatch):
     assert module.Worker.load_model.__name__ == "load_model"
 
 
-@pytest.mark.parametrize("chosen", ["auto", "require"])
-def test_a_worker_that_is_refused(chosen, monkeypatch, caplog):
+def test_a_worker_that_is_refused(monkeypatch, caplog):
     module = worker_module()
     load.patch_worker(module)
-    monkeypatch.setenv(settings.PLUGIN.variable, chosen)
     worker = module.Worker()
     worker.use_v2_model_runner = False
-    if chosen == "require":
-        with pytest.raises(Refused, match=r"model runner v1 .* \(FLASHSAMPLING_VLLM=require\)"):
-            worker.load_model()
-    else:
-        with caplog.at_level(logging.INFO, "vllm.flashsampling"):
-            assert worker.load_model() == "loaded"
-        (record,) = caplog.records
-        assert "nothing is fused: vLLM chose its model runner v1" in record.getMessage()
-    assert "model runner v1" in counters(worker)["refused"]
+    words = refused_words(settings.PLUGIN, worker.load_model, monkeypatch, caplog)
+    assert words.startswith("vLLM chose its model runner v1")
+    assert counters(worker) == {"refused": words}
 
 
 class Hostile:
@@ -252,21 +223,14 @@ class Hostile:
 @pytest.mark.parametrize(
     "worker", [SimpleNamespace(), Hostile(ValueError("no")), Hostile(Panic("no"))], ids=lambda each: str(type(each))
 )
-@pytest.mark.parametrize("chosen", ["auto", "require"])
-def test_workers_that_nobody_expected(worker, chosen, monkeypatch, caplog):
+def test_workers_that_nobody_expected(worker, monkeypatch, caplog):
     """vLLM goes on without the plug-in, unless that was required."""
-    monkeypatch.setenv(settings.PLUGIN.variable, chosen)
-    words = "AttributeError" if isinstance(worker, SimpleNamespace) else repr(worker.error)
-    if chosen == "require":
-        with pytest.raises(Refused) as refused:
-            load.attach(worker)
-        assert str(refused.value).startswith(words)
-    else:
-        load.attach(worker)
-        (line,) = lines(caplog)
-        assert line.startswith(f"flashsampling: nothing is fused: {words}")
+    words = refused_words(settings.PLUGIN, lambda: load.attach(worker), monkeypatch, caplog)
     if isinstance(worker, SimpleNamespace):
-        assert "AttributeError" in counters(worker)["refused"]
+        assert words.startswith("AttributeError")
+        assert counters(worker) == {"refused": words}
+    else:
+        assert words == repr(worker.error)
 
 
 FORKS = {  # of vLLM's worker
@@ -292,20 +256,16 @@ def test_forks_of_vllm(fork, imported, vllm, monkeypatch, caplog):
     """The engine's module is imported as it is, with one line; where the plug-in is required its import is an error."""
     text, words = FORKS[fork]
     vllm(WORKER, text)
-    monkeypatch.setenv(settings.PLUGIN.variable, "auto")
-    if imported:
-        importlib.import_module(WORKER)
-    register()
-    importlib.import_module(WORKER)
-    (line,) = lines(caplog)
-    assert line.startswith(f"flashsampling: nothing is fused: {words}")
-    assert not awaited()
-    monkeypatch.setenv(settings.PLUGIN.variable, "require")
-    if not imported:
-        del sys.modules[WORKER]
+
+    def load_vllm():
+        sys.modules.pop(WORKER, None)
+        if imported:
+            importlib.import_module(WORKER)
         register()
-    with pytest.raises(Refused, match="FLASHSAMPLING_VLLM=require"):
-        register() if imported else importlib.import_module(WORKER)
+        importlib.import_module(WORKER)
+
+    assert refused_words(settings.PLUGIN, load_vllm, monkeypatch, caplog).startswith(words)
+    assert WORKER not in awaited()
 
 
 def test_a_worker_whose_import_raises(vllm, monkeypatch, caplog):

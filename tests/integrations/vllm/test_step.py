@@ -29,18 +29,20 @@ from flashsampling.integrations.vllm import runner as plugin
 from flashsampling.integrations.vllm.batches import convert_batch
 from flashsampling.integrations.vllm.head import find_head
 from flashsampling.integrations.vllm.request_info import VllmRules, pack_mask
-from flashsampling.integrations.vllm.runner import FusedRunner, Vllm, VllmSampler, check_runner
+from flashsampling.integrations.vllm.runner import FusedRunner, Vllm, VllmSampler, check_runner, count_drafts
 from flashsampling.integrations.vllm.settings import KNOWN, PLUGIN
 from flashsampling.integrations.vllm.step import Grammar, VllmStep, read_counts
 from flashsampling.outputs import SampleResult
 from flashsampling.token_counts import Counted, num_token_groups
 
+from ..engine.refusals import refused_words
 from . import fakes
 from .fakes import LEFT, SamplingParams
 
 V, D, SLOTS = 331, 16, 8
 LAYERS = Layers(fakes.Processor, fakes.Embedding, fakes.Unquantized)
 PROMPT = [5, 31, 7, 7]
+SCALED = {"scale": 0.5, "soft_cap": 3.0}  # of a logits processor
 VLLM = Vllm(
     fakes.SamplerOutput, fakes.LogprobsTensors, fakes.get_num_sampled_and_rejected, fakes.AsyncModelRunnerOutput
 )
@@ -191,23 +193,12 @@ def step_and_check(runner, tokens, requests, masks=None, grammar=None, outputs=N
     """A step with so many tokens of each request, or one of each; its output, of which every row is checked."""
     batch = runner.batch(tokens if isinstance(tokens, dict) else dict.fromkeys(tokens, 1))
     states = states_of(batch)
-    output, *_ = runner.sample(states, batch, grammar)
+    output, num_sampled, num_rejected = runner.sample(states, batch, grammar)
+    ends = [len(requests[name][0]) for name in batch.req_ids]  # of prompts, whose parts draw nothing
+    assert num_sampled.tolist() == [int(length >= end) for length, end in zip(batch.seq_lens.tolist(), ends)]
+    assert not num_rejected.any()
     check_rows(runner, batch, states, output, requests, outputs, masks)
     return batch, output
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_a_request_of_every_served_kind(name):
-    runner = runner_of()
-    requests = {name: (PROMPT, SERVED[name])}
-    runner.add(**requests)
-    batch = runner.batch({name: 4})  # its prompt
-    states = states_of(batch)
-    output, num_sampled, num_rejected = runner.sample(states, batch, None)
-    check_rows(runner, batch, states, output, requests)
-    assert (num_sampled.tolist(), num_rejected.tolist()) == ([1], [0])
-    assert not runner.left
-    assert counters(SimpleNamespace(model_runner=runner))["fused"] == 1
 
 
 def test_parameters_change_what_is_drawn():
@@ -217,12 +208,13 @@ def test_parameters_change_what_is_drawn():
         if name in ("plain", "greedy", "logprobs_0", "logprobs"):
             continue
         plain = SamplingParams(seed=params.seed)
-        draws = [
-            [int(expected(runner, torch.randn(D), p, PROMPT, range(0, 200, 2)).token_ids) for _ in range(40)]
-            for p in (params, plain)
-            if torch.manual_seed(0)
-        ]
-        assert draws[0] != draws[1], name
+        for _ in range(40):
+            states = torch.randn(D)
+            drawn = [expected(runner, states, each, PROMPT, range(0, 200, 2)).token_ids for each in (params, plain)]
+            if drawn[0] != drawn[1]:
+                break
+        else:
+            pytest.fail(name)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -257,21 +249,6 @@ def test_mixed_batches_read_their_own_slots(order, graphs):
     assert not runner.left
 
 
-def test_tokens_do_not_depend_on_batch_mates():
-    runner = runner_of()
-    runner.add(a=(PROMPT, SERVED["top_k"]))
-    batch = runner.batch({"a": 1})
-    states = states_of(batch)
-    alone = int(runner.sample(states, batch, None)[0].sampled_token_ids)
-    for mate, params in {**SERVED, **LEFT_TO_VLLM}.items():
-        other = runner_of(runner.model)
-        other.add(b=(PROMPT, params), a=(PROMPT, SERVED["top_k"]))
-        batch = other.batch({"b": 1, "a": 1})
-        both = states_of(batch)
-        both[1] = states[0]
-        assert other.sample(both, batch, None)[0].sampled_token_ids[1] == alone, mate
-
-
 def test_parameters_are_copied_once_for_a_batch(monkeypatch):
     """While requests and their rows stay the same; another in the slot of one that has ended is another, also in a
     batch that looks the same."""
@@ -302,8 +279,8 @@ def test_parameters_are_copied_once_for_a_batch(monkeypatch):
     step("a", expect=5)
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("processor", [{}, {"scale": 0.5, "soft_cap": 3.0}])
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("processor", "graphs"), [(SCALED, True), (SCALED, False), ({}, False), ({}, True)], ids=str)
 def test_steps_of_a_batch_that_stays(processor, graphs, monkeypatch):
     """Later steps of a batch draw what each row draws alone, for every kind beside a mate and for as many kinds as
     there are slots. Counts grow from step to step."""
@@ -346,12 +323,14 @@ def test_steps_of_a_batch_that_stays(processor, graphs, monkeypatch):
                 counted = [(number * 37 + 3 * i) % V for i in range(60)]
                 outputs[name] += counted
                 runner.sampler.penalties_state.output_bin_counts[row, counted] += 1
+        assert counters(SimpleNamespace(model_runner=runner))["fused"] == 4
         if graphs and len(names) == 3:
             assert step.graphs.replays == 3
     assert len(again) > 3 * 8
 
 
-@pytest.mark.parametrize("room", [0, SLOTS, 3])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("room", [0, 3, SLOTS])
 def test_graphs_of_batches_that_change(room):
     """A replay serves other sizes, requests, rows, masks and weights: each row gets its own token. ``room``: rows of
     the buffers that vLLM's own graphs write to, in two thirds of the steps; other rows of the buffers are ignored."""
@@ -446,23 +425,24 @@ def test_a_graph_that_cannot_be_recorded(error, monkeypatch, caplog):
     assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
 
 
-@pytest.mark.parametrize("reason", [reason for reason in LEFT_TO_VLLM if "1024" not in reason])
-def test_a_greedy_request_where_vllm_is_batch_invariant(reason):
-    """A greedy token stays the same with ``VLLM_BATCH_INVARIANT``. vLLM's own logits have 16 bits, and often another
-    best token."""
-    model, greedy = fakes.Model(V, D), SamplingParams(temperature=0.0)
+@pytest.mark.parametrize("reason", LEFT_TO_VLLM)
+def test_tokens_do_not_depend_on_batch_mates(reason):
+    """A seeded token stays, and with ``VLLM_BATCH_INVARIANT`` a greedy one. vLLM's own logits have 16 bits, and often
+    another best token."""
+    model, mate = fakes.Model(V, D), (PROMPT, LEFT_TO_VLLM[reason])
 
-    def token(invariant, **mates):
+    def token(params, invariant, **mates):
         runner = runner_of(model)
         runner.flashsampling.step.state.rules = VllmRules(V, raw_logprobs=True, invariant=invariant)
-        runner.add(a=(PROMPT, greedy), **mates)
+        runner.add(a=(PROMPT, params), **mates)
         batch = runner.batch(dict.fromkeys(["a", *mates], 1))
         states = torch.randn(8, D, generator=torch.Generator().manual_seed(0))
         return int(runner.sample(states, batch, None)[0].sampled_token_ids[0])
 
-    mate = (PROMPT, LEFT_TO_VLLM[reason])
-    assert token(True, b=mate) == token(True) != LEFT
-    assert token(False, b=mate) == LEFT
+    for name, invariant, stays in (("top_k", False, True), ("greedy", True, True), ("greedy", False, False)):
+        alone = token(SERVED[name], invariant)
+        assert alone != LEFT
+        assert token(SERVED[name], invariant, b=mate) == (alone if stays else LEFT)
 
 
 @pytest.mark.parametrize("reason", LEFT_TO_VLLM)
@@ -566,47 +546,6 @@ def test_a_grammar_for_every_row(graphs):
         step_and_check(runner, names, requests, bits, grammar)
         assert np.array_equal(grammar.grammar_bitmask, kept)
     assert runner.flashsampling.step._masks is None
-
-
-def test_a_split_batch():
-    """Requests with a seed are drawn here, those that cannot be by vLLM, with their grammars; log-probabilities of
-    both."""
-    runner = runner_of()
-    requests = {
-        "seeded": (PROMPT, SamplingParams(seed=1, logprobs=2)),
-        "words": (PROMPT, SamplingParams(bad_words_token_ids=[[3, 4]], logprobs=4)),
-        "unseeded": (PROMPT, SamplingParams(temperature=0.0)),
-        "fixed": (PROMPT, SamplingParams(seed=3, allowed_token_ids=[8, 9])),
-        "min_p": (PROMPT, SamplingParams(min_p=0.1, top_p=0.5)),
-    }
-    runner.add(**requests)
-    tokens = {"min_p": 4, "fixed": 4, "seeded": 2, "words": 4, "unseeded": 4}  # seeded: a part of its prompt
-    batch = runner.batch(tokens)
-    states = states_of(batch)
-    masks = np.stack([pack_mask(V, [token], []) for token in (8, 11)])
-    output, num_sampled, num_rejected = runner.sample(states, batch, fakes.GrammarOutput(["fixed", "min_p"], masks))
-    ((left, grammar),) = runner.left
-    assert left == ["min_p", "words"]
-    assert grammar.structured_output_request_ids == ["min_p"]
-    assert grammar.grammar_bitmask.tolist() == masks[1:].tolist()
-    ids = output.sampled_token_ids[:, 0].tolist()
-    assert [ids[0], ids[3]] == [LEFT, LEFT]
-    assert ids[1] == 8
-    for row, name in ((2, "seeded"), (4, "unseeded")):
-        where = int(batch.logits_indices[row])
-        wanted = expected(runner, states[where], requests[name][1], PROMPT, (), int(batch.positions[where]))
-        assert ids[row] == wanted.token_ids
-    assert num_sampled.tolist() == [1, 1, 0, 1, 1]
-    assert num_rejected.tolist() == [0] * 5
-    logprobs = output.logprobs_tensors
-    assert logprobs.logprobs.shape == (5, 5)
-    assert logprobs.logprobs[3].tolist() == [-2.0] * 5
-    assert logprobs.logprob_token_ids[2, 0] == ids[2]
-    assert logprobs.logprobs[2].isneginf().tolist() == [False, False, False, True, True]
-    assert logprobs.selected_token_ranks[3] == 3
-    reasons = {"bad words of several tokens": 1, "min_p with top_p": 1}
-    seen = {"fused": 0, "left": 0, "split": 1, "drafts": 0, "reasons": reasons, "undefined_rows": 0}
-    assert runner.flashsampling.counters() == seen
 
 
 def test_unseeded_requests_have_seeds_of_their_own():
@@ -735,11 +674,15 @@ def loaded(monkeypatch):
     return runner
 
 
+def change(runner, where, value):
+    *path, last = where.split("__")
+    setattr(functools.reduce(getattr, path, runner), last, value)
+
+
 def check(runner, why, release=TRIED, kind=fakes.Runner, **changes):
     """Refuses a runner with these changes for this reason; None: it is not refused."""
     for where, value in changes.items():
-        *path, last = where.split("__")
-        setattr(functools.reduce(getattr, path, runner), last, value)
+        change(runner, where, value)
     with contextlib.nullcontext() if why is None else pytest.raises(Refused, match=why):
         check_runner(runner, release, kind, fakes.Sampler)
 
@@ -784,6 +727,32 @@ def test_ranks_and_drafts_as_they_were_timed(loaded, monkeypatch):
     check(loaded, None, **{RANKS: 4})
     check(loaded, "tensor parallelism with this release", NEWER, **{RANKS: 2, DRAFTS: None})
     check(loaded, "speculative decoding with this release", NEWER, **{RANKS: 1, DRAFTS: SimpleNamespace()})
+
+
+class Verifier:
+    synthetic_conditional_rates = None
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "why"),
+    [
+        ("speculator", None, "whose drafts go to a Verifier"),
+        ("rejection_sampler", None, "whose drafts go to a NoneType"),
+        ("rejection_sampler", type("Own", (Verifier,), {})(), "whose drafts go to a Own"),
+        ("rejection_sampler__synthetic_conditional_rates", torch.ones(3), "rejection_sample_method=synthetic"),
+        ("speculator__draft_logits", torch.ones(1), "draft_sample_method=probabilistic"),
+        ("decode_query_len", 6, "6 new tokens, and 3 drafts"),
+    ],
+)
+def test_drafts_that_are_refused(where, value, why, loaded):
+    loaded.rejection_sampler, loaded.speculator = Verifier(), SimpleNamespace(draft_logits=None)
+    check(loaded, "4 new tokens", num_speculative_steps=3, decode_query_len=4)
+    assert count_drafts(loaded, Verifier) == 0
+    check(loaded, None, **{DRAFTS: SimpleNamespace()})
+    assert count_drafts(loaded, Verifier) == 3
+    change(loaded, where, value)
+    with pytest.raises(Refused, match=why):
+        count_drafts(loaded, Verifier)
 
 
 def test_a_newer_sampler_has_what_is_known(loaded):
@@ -915,25 +884,21 @@ def test_what_several_ranks_ask_for(name, calls, monkeypatch):
     assert {key: kind for key, kind in kinds.items() if key not in others} == wanted
 
 
-@pytest.mark.parametrize("chosen", ["auto", "require"])
-def test_a_warm_up_that_fails(chosen, monkeypatch, caplog):
+def test_a_warm_up_that_fails(monkeypatch, caplog):
     """vLLM serves without the plug-in, unless that was required."""
-    monkeypatch.setenv("FLASHSAMPLING_VLLM", chosen)
-    runner = runner_of()
+    runners = []
 
     def fails(*args):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(runner.flashsampling.step, "warm_up", fails)
-    if chosen == "require":
-        with pytest.raises(Refused, match=r"no room.*\(FLASHSAMPLING_VLLM=require\)"):
-            runner._dummy_sampler_run(torch.randn(2, D))
-        return
-    runner._dummy_sampler_run(torch.randn(2, D))
+    def serve():
+        runners.append(runner := runner_of())
+        monkeypatch.setattr(runner.flashsampling.step, "warm_up", fails)
+        runner._dummy_sampler_run(torch.randn(2, D))
+
+    assert refused_words(PLUGIN, serve, monkeypatch, caplog) == "OutOfMemoryError('no room')"
+    runner = runners[0]
     assert type(runner) is fakes.Runner
-    assert [record.getMessage() for record in caplog.records] == [
-        "flashsampling: nothing is fused: OutOfMemoryError('no room')"
-    ]
     runner.add(a=(PROMPT, SamplingParams()))
     batch = runner.batch({"a": 4})
     assert runner.sample(states_of(batch), batch, None)[0].sampled_token_ids.tolist() == [[LEFT]]
@@ -975,8 +940,7 @@ class Sealed(fakes.Runner):
 
 
 @pytest.mark.parametrize("kind", [fakes.Runner, Sealed])
-@pytest.mark.parametrize("chosen", ["auto", "require"])
-def test_a_runner_is_fused_or_as_it_was(kind, chosen, monkeypatch, caplog):
+def test_a_runner_is_fused_or_as_it_was(kind, monkeypatch, caplog):
     """From the worker on, where nothing but the runner's own class has a say."""
     gpu = {
         "input_batch": {"get_num_sampled_and_rejected": fakes.get_num_sampled_and_rejected},
@@ -995,7 +959,6 @@ def test_a_runner_is_fused_or_as_it_was(kind, chosen, monkeypatch, caplog):
     modules["vllm.v1.outputs"] = outputs
     for name, names in modules.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
-    monkeypatch.setenv("FLASHSAMPLING_VLLM", chosen)
     monkeypatch.setenv("FLASHSAMPLING_VLLM_GRAPHS", "off")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.26.0")
     monkeypatch.setattr(PLUGIN, "check_signature", lambda *_: None)
@@ -1007,20 +970,14 @@ def test_a_runner_is_fused_or_as_it_was(kind, chosen, monkeypatch, caplog):
     runner.vllm_config, runner.dtype = SimpleNamespace(speculative_config=None), torch.float32
     runner.model_config, runner.vocab_size = SimpleNamespace(get_hidden_size=lambda: D), V
     worker, before = SimpleNamespace(use_v2_model_runner=True, model_runner=runner), dict(vars(runner))
-    if kind is Sealed and chosen == "require":
-        with pytest.raises(Refused, match=r"TypeError\('sealed'\).*require"):
-            load.attach(worker)
-    else:
-        with caplog.at_level(logging.INFO, "vllm.flashsampling"):
-            load.attach(worker)
-        (line,) = [record.getMessage() for record in caplog.records]
-        assert line.startswith(
-            "flashsampling: " + ("LM head" if kind is fakes.Runner else "nothing is fused: TypeError('sealed')")
-        )
     if kind is Sealed:
+        assert refused_words(PLUGIN, lambda: load.attach(worker), monkeypatch, caplog) == "TypeError('sealed')"
         assert (type(runner), vars(runner)) == (kind, before)
         assert counters(worker) == {"refused": "TypeError('sealed')"}
     else:
+        with caplog.at_level(logging.INFO, "vllm.flashsampling"):
+            load.attach(worker)
+        assert caplog.messages[0].startswith("flashsampling: LM head")
         assert type(runner).__mro__[1:3] == (FusedRunner, kind)
         assert counters(worker)["fused"] == 0
 
