@@ -20,6 +20,7 @@ from flashsampling import (
     ops,
     sample,
     sample_from_logits,
+    sampling,
     verify,
     verify_from_logits,
 )
@@ -663,3 +664,19 @@ def test_counts_say_what_does_not_fit(error, message, call):
     with pytest.raises(error, match=message):
         call(state)
     assert not state.counts.any()
+
+
+@pytest.mark.parametrize("name", SamplingOptions.__annotations__)
+def test_an_option_alone_is_parsed(name, monkeypatch):
+    """``sample`` skips the parser where no option is given."""
+    parsed: list[dict[str, Any]] = []
+
+    def parse(options: dict[str, Any], shape: BatchShape) -> SamplingParams:
+        parsed.append(options)
+        return DEFAULT_PARAMS
+
+    monkeypatch.setattr(sampling, "parse_sampling_params", parse)
+    sample(STATES, WEIGHT, seed=SEEDS, **{name: ALL[name]})
+    ((found, value),) = ((key, x) for key, x in parsed[0].items() if x is not None and x is not False)
+    assert found == name
+    assert value is ALL[name]
