@@ -284,7 +284,7 @@ def left_for_all(items):
     them."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("quick"):
+        if item.get_closest_marker("quick") and not item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left = set()
     for some in cases.values():

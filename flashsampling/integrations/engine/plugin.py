@@ -72,7 +72,8 @@ class Plugin:
             with contextlib.suppress(Exception):
                 owner.flashsampling_refused = words
         if self.required():
-            raise Refused(f"{words} ({self.variable}=require)") from error
+            why = f" ({self.variable}=require)"  # an error that was left before says so already
+            raise Refused(words.removesuffix(why) + why) from error
         unforeseen = not isinstance(error, Refused) and self.logger.isEnabledFor(logging.DEBUG)
         self.logger.warning("flashsampling: %s: %s", what, words, exc_info=error if unforeseen else None)
 

@@ -18,5 +18,5 @@ def refused_words(plugin, act, monkeypatch, caplog, error=Refused):
     monkeypatch.setenv(plugin.variable, "require")
     with pytest.raises(error) as refused:
         act()
-    assert str(refused.value).removeprefix("flashsampling: ").startswith(f"{words} ({plugin.variable}=require)")
+    assert str(refused.value).removeprefix("flashsampling: ") == f"{words} ({plugin.variable}=require)"
     return words

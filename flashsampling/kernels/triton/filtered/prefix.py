@@ -128,7 +128,7 @@ def least_mass_of_rest(filters, tokens, limit, least, WHOLE: tl.constexpr, TILE:
 @jit(noinline=True)
 def sigma_cutoff(source, highest, sigmas, TILE: tl.constexpr):
     """Returns the lowest key that a top-n-sigma keeps of a row without infinite or undefined logits but -inf. Sums of
-    distances from the highest logit, which is at 0, lose no more than a millionth of a millionth of the variance."""
+    distances from the highest logit, which is at 0, lose no more than 1e-9 of the variance."""
     top = value_of(highest).to(tl.float64)
     counts = tl.zeros((TILE,), tl.int32)
     sums = tl.zeros((TILE,), tl.float64)
