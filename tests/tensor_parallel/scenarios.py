@@ -560,11 +560,15 @@ def other_drafts(rank: Rank) -> None:
         (matched, {"draft_token_ids": other_ids}, ("draft_token_ids",)),
         (matched | {"top_k": 200}, {"draft_token_ids": shorter}, ("draft_token_ids",)),
     ]
+
+    def verified(tp: TensorParallel, shard: Tensor, **drafts: Any) -> Tensor:
+        return flashsampling.verify(states, shard, tp=tp, **drafts).token_ids
+
     odd = rank.world - 1
     for all_others, other, differs in cases:
         tp, shard = rank.group(problem.weight, timeout=20.0)
         with tp:
-            step = functools.partial(flashsampling.verify, states, shard, tp=tp)
+            step = functools.partial(verified, tp, shard)
             if rank.device.type == "cuda":  # what is compiled first keeps the others waiting
                 flashsampling.warmup(shard, tp=tp, max_batch_size=batch * (n + 1), top_k=200)
             step(**all_others)

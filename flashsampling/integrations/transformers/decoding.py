@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, GenerationMode
 from transformers.generation.streamers import BaseStreamer
@@ -152,17 +152,11 @@ def generate(
         mask = model_kwargs.get("attention_mask")
         params = StepParams(processed, input_ids, vocab_size, device, {} if request is None else request, mask)
         temperature: float | Tensor = processed.temperature
-        learned: Callable[[float, float], None]  # is called with the model's scale and soft cap
         if temperatures is not None:
             temperature = row_temperatures(temperatures, generation_config, batch, device)
         if seed is not None:
             seed = row_seeds(seed, generation_config, batch)
-        if sampler is None:
-            sampler = LMHeadSampler(head, max_batch_size=max(batch, 1))
-            learned = sampler._set_transform
-        else:
-            require_matching_sampler(head, sampler, batch)
-            learned = functools.partial(require_matching_transform, sampler)
+        sampler, learned = _check_or_make_sampler(sampler, head, batch)
         if seed is not None:
             sampler.reset(seed, rows=slice(0, batch))
         pad_token = _pad_token(generation_config, stopping_criteria)
@@ -189,6 +183,17 @@ def generate(
     finally:
         for one in streamers:  # after an error too: its readers would wait for ever
             one.end()
+
+
+def _check_or_make_sampler(
+    sampler: LMHeadSampler | None, head: nn.Linear, batch: int
+) -> tuple[LMHeadSampler, Callable[[float, float], None]]:
+    """Returns the sampler, or a new one, and the function to call with the model's scale and soft cap."""
+    if sampler is None:
+        sampler = LMHeadSampler(head, max_batch_size=max(batch, 1))
+        return sampler, sampler._set_transform
+    require_matching_sampler(head, sampler, batch)
+    return sampler, functools.partial(require_matching_transform, sampler)
 
 
 def _pad_token(config: GenerationConfig, stopping_criteria: StoppingCriteriaList) -> Tensor | None:
