@@ -450,14 +450,24 @@ class LMHeadSampler(nn.Module):
         return self
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *arguments: Any
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         key = prefix + "weight"  # a state dict of 0.1.0 holds the weight under the sampler's name
         if key in state_dict:
-            weight, error_msgs = {key: state_dict[key]}, arguments[-1]
-            self._owner[0]._load_from_state_dict(weight, prefix, local_metadata, False, [], [], error_msgs)
+            self._owner[0]._load_from_state_dict(
+                {key: state_dict[key]}, prefix, local_metadata, False, [], [], error_msgs
+            )
             state_dict = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def extra_repr(self) -> str:
         """Returns what ``repr`` shows."""

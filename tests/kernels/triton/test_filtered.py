@@ -252,6 +252,25 @@ def test_filters(params):
     check(make_step(params=params, num_samples=2))
 
 
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("std", [0.0, 0.01])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_k=VOCAB // 2),
+        SamplingParams(top_p=0.9),
+        SamplingParams(top_k=VOCAB - 50, top_p=0.5),
+        SamplingParams(min_p=0.99),
+        SamplingParams(epsilon_cutoff=1 / VOCAB),
+        SamplingParams(top_n_sigma=3.0, top_p=0.9, epsilon_cutoff=1.1 / VOCAB),
+        SamplingParams(),
+    ],
+)
+def test_flat_rows(params, std):
+    """More candidates than there is room for, all of them ties or next to it."""
+    check(make_step(batch=1, params=params, std=std))
+
+
 @pytest.mark.parametrize("top_k", [1, 2, 5, VOCAB - 1, VOCAB, VOCAB + 1, 0, -3])
 def test_ties_at_the_boundary(top_k):
     """Exactly k are kept, of equal ones those of the lowest ids."""

@@ -132,6 +132,9 @@ def head_transform(params: SamplingParams) -> HeadTransform:
     return HeadTransform(_address(params.bias), *map(float, head_numbers(params)))
 
 
+_NO_HEAD_TRANSFORM = head_transform(DEFAULT_PARAMS)
+
+
 def request_transforms(params: SamplingParams) -> tuple[RequestTransforms, tuple[Tensor | None, ...]]:
     """Returns the request's transforms as kernels take them, and the tensors that must live until the launch."""
     count = 0 if params.bias_ids is None else params.bias_ids.shape[1]
@@ -151,7 +154,7 @@ def request_transforms(params: SamplingParams) -> tuple[RequestTransforms, tuple
 
 def changes_logits(head: HeadTransform, transforms: RequestTransforms) -> tuple[bool, bool]:
     """Returns whether the LM head's transform, and the request's, change logits."""
-    return head != head_transform(DEFAULT_PARAMS), any(transforms[:10])  # addresses, strides and the count
+    return head != _NO_HEAD_TRANSFORM, any(transforms[:10])  # addresses, strides and the count
 
 
 def _rows(step: SampleInputs) -> Rows:
