@@ -23,7 +23,7 @@ from tests.problems import assert_same_rows, parts_of  # noqa: E402
 from tests.zero_words import ZERO_WORDS  # noqa: E402
 
 # several tiles and blocks of a small vocabulary; candidates that do not all fit
-TINY = Config(columns=32, width=8, capacity=128, gathered=4, many=4, tile=64, ways=4, row_tile=128)
+TINY = Config(columns=32, width=8, capacity=128, gathered=4, many=4, tile=64, ways=4)
 SMALL = CONFIG if DEVICE.type == "cuda" else TINY
 # the interpreter takes its time for every program, whatever its size
 WIDE = CONFIG if DEVICE.type == "cuda" else replace(SMALL, columns=128)

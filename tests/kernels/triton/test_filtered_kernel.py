@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from flashsampling.inputs import SampleInputs
-from flashsampling.kernels.triton.filtered import exact_row
+from flashsampling.kernels.triton.filtered import filtered_sample_kernel
 from flashsampling.kernels.triton.filtered.dispatch import BlockStats, Config, Records, draw, empty_records, run
 from flashsampling.outputs import DEFERRED_DRAW, SampleResult, layout
 from flashsampling.reference import logit_transforms, oracle
@@ -313,7 +313,7 @@ def test_equal_rows_are_known_where_the_last_blocks_hold_no_token(vocab, monkeyp
     def search(*_):
         raise AssertionError("the row is searched")
 
-    monkeypatch.setattr(exact_row, "find_limit", search)
+    monkeypatch.setattr(filtered_sample_kernel, "find_limit", search)
     check(make_step(batch=1, vocab=vocab, params=SamplingParams(top_p=0.9), std=0.0))
 
 
@@ -451,7 +451,7 @@ def test_cutoffs_of_rows_without_filters():
     check_cutoffs(mixed(DEFAULT_PARAMS), share=0.9)
 
 
-MEDIUM = SMALL if CUDA else replace(SMALL, width=64, gathered=16, tile=256, row_tile=1024)
+MEDIUM = SMALL if CUDA else replace(SMALL, width=64, gathered=16, tile=256)
 
 
 def is_dense(params: SamplingParams) -> SampleInputs:

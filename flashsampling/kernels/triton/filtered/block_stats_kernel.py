@@ -2,9 +2,7 @@
 
 A program has a tile of one row. It writes per block of 32 tokens the highest processed key and the sum of the masses
 relative to it; the processed logits where they differ from what the caller has; and of a row without filters the
-tile's best score per draw. A tile of equal logits has best scores in every row: of a row that is nothing but such
-tiles filters keep the first ids (``exact_row``). Lanes of Philox groups are registers of one thread, and so are
-most of a block's tokens.
+tile's best score per draw. Lanes of Philox groups are registers of one thread, and so are most of a block's tokens.
 """
 
 from typing import NamedTuple
@@ -18,7 +16,6 @@ from ..jit import jit
 from .order import (
     GREEDY_BELOW,
     LOG2E,
-    LOWEST,
     NAN,
     below,
     column_tokens,
@@ -54,7 +51,7 @@ class StatsOutputs(NamedTuple):
     sums_at: int  # (B, blocks) float32
     raw_keys_at: int  # (B, blocks) int32, of raw logits
     raw_sums_at: int  # (B, blocks) float32
-    winners_at: int  # (B, num_samples, tiles) int64: packed best scores, of rows without filters and equal tiles
+    winners_at: int  # (B, num_samples, tiles) int64: packed best scores, of rows without filters
 
 
 @jit
@@ -68,19 +65,15 @@ def _at_most_0(x):
 
 @jit
 def _write_stats(logits, scale, undefined, keys_at, sums_at, at, blocks, COLUMNS: tl.constexpr):
-    """Writes keys and sums of the tile's blocks that are among the first ``blocks``. Returns the lowest and the highest
-    of the keys."""
+    """Writes keys and sums of the tile's blocks that are among the first ``blocks``."""
     PER_REP: tl.constexpr = COLUMNS // 8
     keys_ptr = pointer_to(keys_at, tl.int32) + at
     sums_ptr = pointer_to(sums_at, tl.float32) + at
-    lowest = tl.full((PER_REP,), NAN, tl.int32)
-    overall = tl.full((PER_REP,), LOWEST, tl.int32)
     for rep in tl.static_range(len(logits) // 4):
         highest = logits[4 * rep]
         for i in tl.static_range(1, 4):
             highest = tl.maximum(highest, logits[4 * rep + i], propagate_nan=tl.PropagateNan.ALL)
         key = tl.max(tl.reshape(key_of(highest), (PER_REP, 8)), axis=1)
-        lowest, overall = tl.minimum(lowest, key), tl.maximum(overall, key)
         block = rep * PER_REP + tl.arange(0, PER_REP)
         tl.store(keys_ptr + block, tl.where(undefined, NAN, key), mask=block < blocks)
         if sums_at != 0:
@@ -92,16 +85,6 @@ def _write_stats(logits, scale, undefined, keys_at, sums_at, at, blocks, COLUMNS
             for i in tl.static_range(1, 4):
                 mass += exp2(_at_most_0(below(logits[4 * rep + i], top, scale)))
             tl.store(sums_ptr + block, tl.sum(tl.reshape(mass, (PER_REP, 8)), axis=1), mask=block < blocks)
-    return tl.min(lowest, axis=0), tl.max(overall, axis=0)
-
-
-@jit
-def _all_at_least(logits, key):
-    """Returns whether the keys of all logits of a tile reach a key."""
-    lowest = tl.full(logits[0].shape, NAN, tl.int32)
-    for i in tl.static_range(len(logits)):
-        lowest = tl.minimum(lowest, key_of(logits[i]))
-    return tl.min(lowest, axis=0) >= key
 
 
 @jit
@@ -223,12 +206,10 @@ def block_stats_kernel(
     if STATS:  # noqa: SIM102, the one is for the compiler
         if outputs.keys_at != 0:
             row_filters = load_filters(filters, row, vocab_size)
-            lowest, highest = _write_stats(
+            _write_stats(
                 processed, mass_scale(temperature), undefined, outputs.keys_at, outputs.sums_at, at, blocks, COLUMNS
             )
             draws = (row_filters.filtered == 0) | (temperature < GREEDY_BELOW)
-            if (draws == 0) & (lowest == highest):
-                draws = _all_at_least(processed, highest)
     if draws:
         scale, noise_factor = score_factors(temperature)
         seed, offset = load_i64(rows.seed_at, rows.seed, row), load_i64(rows.offset_at, rows.offset, row)

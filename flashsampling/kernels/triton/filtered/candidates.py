@@ -23,17 +23,8 @@ from .order import (
     value_of,
 )
 
-_WAYS = Constant(4)  # thresholds at a time, 16 bits of a sum for each
+_WAYS = Constant(4)  # thresholds at a time
 _PARTS = Constant(5)  # of WIDTH blocks, which are on their way together
-
-
-@jit
-def _sum_three(a, b, c):
-    """Sums three (N,) tensors of one type in one reduction, so that threads wait for each other once."""
-    of_ab, of_cc = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, c)), axis=0))
-    of_a, of_b = tl.split(of_ab)
-    of_c, _ = tl.split(of_cc)
-    return of_a, of_b, of_c
 
 
 @jit
@@ -93,22 +84,15 @@ def top_k_cutoff(columns, k):
     there = columns > NO_LOGIT
     low = tl.min(tl.where(there, columns, 0x7FFFFFFF), axis=0).to(tl.int64)
     highest = tl.max(columns, axis=0).to(tl.int64)
-    many = tl.sum(there.to(tl.int32), axis=0).to(tl.int64)
+    many = tl.sum(there.to(tl.int32), axis=0)
     enough = k <= many
     step = (highest - low) // (_WAYS + 1) + 1
     searching = enough.to(tl.int32)
     while searching != 0:
-        reach = tl.zeros(columns.shape, tl.int64)
-        for way in tl.static_range(_WAYS):
-            threshold = tl.minimum(low + step * (way + 1), 0x7FFFFFFF).to(tl.int32)
-            reach += tl.where(columns >= threshold, 1 << (16 * way), 0).to(tl.int64)
-        reach = tl.sum(reach, axis=0)
-        passed = tl.full((), 0, tl.int64)
-        for way in tl.static_range(_WAYS):
-            here = (reach >> (16 * way)) & 0xFFFF
-            many = tl.where(here >= k, here, many)
-            passed += (here >= k).to(tl.int64)
-        low += step * passed
+        thresholds = tl.minimum(low + step * (tl.arange(0, _WAYS) + 1), 0x7FFFFFFF).to(tl.int32)
+        reach = tl.sum((columns[:, None] >= thresholds[None, :]).to(tl.int32), axis=0)
+        many = tl.min(tl.where(reach >= k, reach, many), axis=0)
+        low += step * tl.sum((reach >= k).to(tl.int32), axis=0)
         searching = ((step > 1) & (many > k + k // 4 + 8)).to(tl.int32)
         step = step // (_WAYS + 1) + 1
     return tl.where(enough, low, LOWEST).to(tl.int32)
@@ -134,23 +118,17 @@ def nucleus_cutoff(keys_ptr, sums_ptr, blocks, top, scale, rest, vocab_size, WID
     reach = tl.minimum(reach / scale, LARGEST)  # what is infinite less that is infinite
     below = tl.full((), 64, tl.int32)  # steps below the top
     step = tl.full((), 16, tl.int32)
+    way = tl.arange(0, _WAYS)
     for _ in range(3):
-        first = key_of(top - reach * ((below - step).to(tl.float32) / 64.0))
-        second = key_of(top - reach * ((below - step * 2).to(tl.float32) / 64.0))
-        third = key_of(top - reach * ((below - step * 3).to(tl.float32) / 64.0))
-        excess1 = tl.zeros((WIDTH,), tl.float32)
-        excess2 = tl.zeros((WIDTH,), tl.float32)
-        excess3 = tl.zeros((WIDTH,), tl.float32)
+        thresholds = key_of(top - reach * ((below - step * (way + 1)).to(tl.float32) / 64.0))
+        excesses = tl.zeros((WIDTH, _WAYS), tl.float32)
         for start in range(0, blocks, _PARTS * WIDTH):
             keys, masses = _load_masses(keys_ptr, sums_ptr, start, blocks, top, scale, WIDTH)
             for part in tl.static_range(_PARTS):
                 excess = tl.where(keys[part] > MINUS_INF, masses[part] * blocks.to(tl.float32) - rest, 0.0)
-                excess1 += tl.where(keys[part] < first, excess, 0.0)
-                excess2 += tl.where(keys[part] < second, excess, 0.0)
-                excess3 += tl.where(keys[part] < third, excess, 0.0)
-        one, two, three = _sum_three(excess1, excess2, excess3)
-        passed = (one <= 0.0).to(tl.int32) + (two <= 0.0).to(tl.int32) + (three <= 0.0).to(tl.int32)
-        below -= step * passed
+                excesses += tl.where(keys[part][:, None] < thresholds[None, :], excess[:, None], 0.0)
+        within = (tl.sum(excesses, axis=0) <= 0.0) & (way < _WAYS - 1)
+        below -= step * tl.sum(within.to(tl.int32), axis=0)
         step = step >> 2
     return key_of(top - reach * (below.to(tl.float32) / 64.0))
 

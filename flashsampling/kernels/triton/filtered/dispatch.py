@@ -56,10 +56,8 @@ class Config:
     capacity: int = 4096  # candidates of a row
     gathered: int = 64  # blocks that are read at once
     many: int = 512  # blocks from which on a nucleus' cutoff is guessed
-    tile: int = 256  # candidates at a time
+    tile: int = 512  # tokens at a time
     ways: int = 8  # thresholds at a time
-    row_tile: int = 1024  # tokens of a deferred row at a time
-    row_ways: int = 4
     warps: int = 16
     registers: int = 128
     pdl: bool = True  # a launch begins before the previous one's end, where the device can (sm_90)
@@ -326,8 +324,7 @@ def _launch_rows(launches: _Launches, records: Records | None) -> SampleResult:
     filtered_sample_kernel[(batch,)](
         logits, stored, rows, filters, draws, candidates, lists, ids,
         TILES=_TILES, WIDTH=config.width, CAPACITY=config.capacity, GATHERED=config.gathered, MANY=config.many,
-        TILE=config.tile, WAYS=config.ways, STATS_TILE=config.block, ROW_TILE=config.row_tile,
-        ROW_WAYS=config.row_ways, **options,
+        TILE=config.tile, WAYS=config.ways, **options,
     )  # fmt: skip
     if not wants_raw:
         return SampleResult(ids)

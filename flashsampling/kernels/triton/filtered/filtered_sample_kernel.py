@@ -3,24 +3,23 @@
     if the row has no filter:  token = its unfiltered token
     cutoff = a key that no kept token is below: k tokens reach it (top-k), a fraction of the highest probability
         (min-p), the key of the unfiltered token or a guess of the nucleus' end (top-p)
-    candidates = sort keys of the tokens from the cutoff on, of the blocks that reach it
+    tokens = the candidates: sort keys of the tokens from the cutoff on, of the blocks that reach it;
+        the whole row, in place, where they do not fit
     if the unfiltered token is known and kept:  token = that one
     else:  limit = end of the shortest prefix that top-k and top-p keep; token = best score of what is kept
 
 A filter keeps a prefix of the row's order. The unfiltered token has the best score of all: if it is kept it is the
-token, and otherwise all kept tokens are before it. A row whose candidates do not fit, one with an infinite logit, and
-one whose noise needs the refinement get ``DEFERRED_DRAW`` as their token: ``draw_exactly`` draws them.
+token, and otherwise all kept tokens are before it. Of a row with an infinite logit it is the first such token. Of a
+row of equal logits, as in a padded batch, the filters keep the first ids, in closed form.
 
 No bit of a result depends on the cutoff: masses are integers, and a prefix is the same among any candidates that hold
 it.
 """
 
-from typing import NamedTuple
-
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..fused.packed_argmax import NAN_KEY, NO_TOKEN
+from ..fused.packed_argmax import NO_TOKEN
 from ..jit import jit
 from .candidates import (
     column_maxima,
@@ -31,9 +30,8 @@ from .candidates import (
     sum_masses,
     top_k_cutoff,
 )
-from .draw import Draws, best_candidate, id_of, load_winner, write_record
-from .exact_row import draw_exactly
-from .logit_source import StoredLogits, load_token, source_of
+from .draw import Draws, best_of, first_infinite, load_winner, write_record
+from .logit_source import StoredLogits, load_token, load_tokens, source_of
 from .order import (
     DEFERRED_DRAW,
     GREEDY_BELOW,
@@ -55,32 +53,25 @@ from .order import (
 from .prefix import (
     Tokens,
     find_limit,
-    find_limit_of_few,
     least_mass_of,
     least_mass_of_rest,
-    mass_before,
-    mass_of_kept,
+    mass_from,
     nucleus_target,
     sigma_cutoff,
+    to_mass,
 )
 from .transforms import Filters, Rows, aligned_pointer_to, load_f32, load_filters, load_i64
 
 
-class Candidates(NamedTuple):
-    """A row's candidates."""
-
-    count: object  # more than the capacity where they do not fit
-    cutoff: object
-    complete: object  # whether they hold all that may be kept
-
-
 @jit
 def _find_candidates(
-    source, sums_ptr, columns, filters, least, top, scale, row_mass, list_ptr, candidates_ptr,
+    source, sums_ptr, columns, filters, least, highest, scale, row_mass, list_ptr, candidates_ptr,
     WIDTH: tl.constexpr, CAPACITY: tl.constexpr, GATHERED: tl.constexpr, MANY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Gathers the tokens that may be kept, of those with at least the key ``least``; where a top-p has too many blocks
-    of these, those above a guess that hold the mass it wants."""
+    of these, those above a guess that hold the mass it wants. Returns the ``Tokens``: the row's, if these do not
+    fit."""
+    top = value_of(highest)
     blocks = count_blocks(source.vocab_size)
     if filters.by_top_k & (filters.of_top_k | (filters.by_sigma == 0)):
         least = tl.maximum(least, top_k_cutoff(columns, filters.top_k))
@@ -105,26 +96,55 @@ def _find_candidates(
             fits = count <= CAPACITY
             complete = fits & (cutoff == least)
             if fits & (cutoff > least):
-                tokens = Tokens(source, candidates_ptr, count, cutoff, cutoff, top, scale)
-                complete = mass_before(tokens, tl.full((), LOWEST, tl.int64) << 31, False, TILE) >= wanted
+                tokens = Tokens(source, 0, candidates_ptr, count, cutoff, highest, top, scale)
+                all_of_them = tl.full((), LOWEST, tl.int64) << 31
+                complete = mass_from(tokens, all_of_them, tl.full((), 0.0, tl.float32), TILE) >= wanted
             searching = (fits & (complete == 0)).to(tl.int32)  # the guess was too high
             cutoff = tl.where(searching != 0, least, cutoff)
-    return Candidates(count, cutoff, complete)
+    count, least = tl.where(complete, count, source.vocab_size), tl.where(complete, cutoff, least)
+    return Tokens(source, (complete == 0).to(tl.int32), candidates_ptr, count, least, highest, top, scale)
 
 
 @jit(noinline=True)
-def _write_unfiltered(draws, row, ids_ptr, greedy, offset, seed, TILES: tl.constexpr):
-    """Writes the tokens of a row without filters; DEFERRED_DRAW where the noise of one needs the refinement. Returns
-    whether there is such a one."""
-    deferred = tl.full((), 0, tl.int1)
+def _lowest_of_row(source, TILE: tl.constexpr):
+    """Returns the lowest key of a row."""
+    lowest = tl.full((TILE,), NAN, tl.int32)
+    for start in range(0, source.vocab_size, TILE):
+        token = start + tl.arange(0, TILE)
+        live = token < source.vocab_size
+        lowest = tl.minimum(lowest, tl.where(live, key_of(load_tokens(source, token, live)), NAN))
+    return tl.min(lowest, axis=0)
+
+
+@jit
+def _kept_of_equal(filters, vocab_size):
+    """Returns how many tokens the filters keep of a row of equal logits: the first ids."""
+    kept = tl.where(filters.by_top_k, filters.top_k, vocab_size).to(tl.int32)
+    whole = tl.where(filters.of_top_k, kept, vocab_size).to(tl.float64)
+    wanted = tl.ceil(tl.maximum(filters.top_p, 1e-30).to(tl.float64) * whole).to(tl.int32)
+    kept = tl.where(filters.by_top_p, tl.minimum(tl.maximum(wanted, 1), kept), kept)
+    return tl.where(filters.min_p > 1.0, 1, kept)
+
+
+@jit(noinline=True)
+def _write_unfiltered(
+    source, keys_at, draws, row, ids_ptr, temperature, offset, seed, TILES: tl.constexpr, TILE: tl.constexpr
+):
+    """Writes the tokens of a row without filters: the best of its tiles. One that an infinite logit or a word 0 makes
+    doubtful is drawn from the row."""
+    greedy = temperature < GREEDY_BELOW
+    row_tokens = Tokens(source, 1, ids_ptr, source.vocab_size, MINUS_INF + 1, PLUS_INF, 0.0, 1.0)
     for draw in range(draws.num_samples):
         token = load_winner(draws, row, draw, TILES)
-        word = word_of(token, (draw | (draws.stream << 24)).to(tl.uint32), offset, seed)
-        is_zero = (word == 0) & (draws.tiles != 0) & (greedy == 0) & (token >= 0)
-        token = tl.where(is_zero, DEFERRED_DRAW, token)
-        deferred = deferred | (token == DEFERRED_DRAW)
+        draw_word = (draw | (draws.stream << 24)).to(tl.uint32)
+        redraw = (word_of(token, draw_word, offset, seed) == 0) & (draws.tiles != 0) & (greedy == 0) & (token >= 0)
+        if token == DEFERRED_DRAW:
+            token = first_infinite(source, keys_at, count_blocks(source.vocab_size), TILE)
+            redraw = token == NO_TOKEN
+        if redraw:
+            limit, least = tl.full((), LOWEST, tl.int64) << 31, tl.full((), 0.0, tl.float32)
+            token = best_of(row_tokens, limit, least, temperature, draw_word, offset, seed, TILE).to(tl.int32)
         tl.store(ids_ptr + draw, token.to(tl.int64))
-    return deferred
 
 
 @jit
@@ -133,24 +153,24 @@ def _draw_row(
     TILES: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, GATHERED: tl.constexpr, MANY: tl.constexpr,
     TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the tokens and the record of a row. Returns whether a token is left to ``draw_exactly``."""
+    """Writes the tokens and the record of a row."""
     num_samples, blocks = draws.num_samples, count_blocks(source.vocab_size)
     scale, greedy, wants_record = mass_scale(temperature), temperature < GREEDY_BELOW, draws.limits_at != 0
     sums_ptr = aligned_pointer_to(stored.sums_at, tl.float32) + row * blocks
     winner = load_winner(draws, row, 0, TILES)
     filtered = filters.filtered
     undefined = temperature != temperature
-    deferred = tl.full((), 0, tl.int1)
+    infinite = tl.full((), 0, tl.int1)
     highest = tl.full((), MINUS_INF + 1, tl.int32)
     columns = tl.full((WIDTH,), NO_LOGIT, tl.int32)
     if stored.keys_at != 0:
         columns = column_maxima(source.block_keys, blocks, WIDTH)
         highest = tl.max(columns, axis=0)
         undefined = undefined | (highest == NAN) | (highest <= MINUS_INF) | filters.undefined
-        deferred = highest == PLUS_INF
+        infinite = highest == PLUS_INF
     if draws.tiles == 0:
         undefined = undefined | (winner == -1)
-        deferred = deferred & (wants_record | (winner == DEFERRED_DRAW))
+        infinite = infinite & (wants_record | (winner == DEFERRED_DRAW))
         filtered = filtered & (highest != PLUS_INF)  # the winner is the first infinite token, which is kept
     top = value_of(highest)
     limit = tl.full((), LOWEST, tl.int64) << 31
@@ -161,10 +181,15 @@ def _draw_row(
     kept_mass = row_mass
     least_mass = least_mass_of(filters, row_mass)
     min_p = tl.minimum(least_mass, 1.0)
+    only_token = tl.where(greedy, winner, -1)
 
-    if undefined | deferred:
+    if undefined | infinite:
+        only_token = tl.full((), -1, tl.int32)
+        if undefined == 0:
+            only_token = first_infinite(source, stored.keys_at, blocks, TILE)
+        kept_mass = tl.where(only_token >= 0, 1.0, float("nan"))
         for draw in range(num_samples):
-            tl.store(ids_ptr + draw, tl.where(undefined, -1, DEFERRED_DRAW).to(tl.int64))
+            tl.store(ids_ptr + draw, only_token.to(tl.int64))
     else:
         if filtered & (wants_record | (greedy == 0)):
             least = tl.maximum(source.cutoff, MINUS_INF + 1)
@@ -179,45 +204,39 @@ def _draw_row(
             has_winner = has_winner & reaches(x, mass_of(x, top, scale), least_mass, top, scale)
             if has_winner & (wants_record == 0):
                 least = tl.maximum(least, winner_key)
-            found = _find_candidates(
-                source, sums_ptr, columns, filters, least, top, scale, row_mass, list_ptr, candidates_ptr, WIDTH,
+            tokens = _find_candidates(
+                source, sums_ptr, columns, filters, least, highest, scale, row_mass, list_ptr, candidates_ptr, WIDTH,
                 CAPACITY, GATHERED, MANY, TILE,
             )  # fmt: skip
-            if found.complete:
-                tokens = Tokens(source, candidates_ptr, found.count, found.cutoff, highest, top, scale)
-                if filters.by_sigma & filters.by_top_p & (filters.of_top_k == 0):  # all that it keeps are candidates
-                    row_mass = mass_of_kept(tokens, limit, tl.full((), 0.0, tl.float32), False, TILE)
-                kept = has_winner & (winner_key >= found.cutoff) & (wants_record == 0)
-                if kept & filters.by_top_p:
-                    wanted = nucleus_target(filters.top_p, (row_mass * UNIT).to(tl.int64))
-                    kept = mass_before(tokens, winner_word, False, TILE) < wanted
-                if kept == 0:
-                    if found.count <= TILE:
-                        limit = find_limit_of_few(tokens, filters, row_mass, TILE)
-                    else:
-                        limit = find_limit(tokens, filters, row_mass, False, TILE, WAYS)
-                    kept = has_winner & (winner_word >= limit)
-                min_p = least_mass_of_rest(filters, tokens, limit, min_p, False, TILE)
-                if greedy == 0:
-                    for draw in range(num_samples):
-                        best = (winner ^ NO_TOKEN).to(tl.int64) | (1 << 32)
-                        if kept == 0:
-                            draw_word = (draw | (draws.stream << 24)).to(tl.uint32)
-                            best = best_candidate(tokens, limit, min_p, temperature, draw_word, offset, seed, TILE)
-                        tl.store(ids_ptr + draw, tl.where(best == NAN_KEY, DEFERRED_DRAW, id_of(best)))
-                        deferred = deferred | (best == NAN_KEY)
-                if wants_record:
-                    kept_mass = mass_of_kept(tokens, limit, min_p, False, TILE)
-            else:
-                deferred = deferred | True
+            none = tl.full((), 0.0, tl.float32)
+            if filters.by_sigma & filters.by_top_p & (filters.of_top_k == 0):  # all that it keeps are among the tokens
+                row_mass = to_mass(mass_from(tokens, limit, none, TILE))
+            kept = has_winner & (winner_key >= tokens.lowest) & (wants_record == 0)
+            if kept & filters.by_top_p:
+                wanted = nucleus_target(filters.top_p, (row_mass * UNIT).to(tl.int64))
+                kept = mass_from(tokens, winner_word + 1, none, TILE) < wanted
+            if kept == 0:
+                equal = tl.full((), 0, tl.int1)
+                if tokens.whole != 0:
+                    equal = _lowest_of_row(source, TILE) == highest
+                if equal:
+                    limit = sort_key(highest, _kept_of_equal(filters, source.vocab_size) - 1)
+                else:
+                    limit = find_limit(tokens, filters, row_mass, TILE, WAYS)
+                kept = has_winner & (winner_word >= limit)
+            min_p = least_mass_of_rest(filters, tokens, limit, min_p, TILE)
+            if greedy == 0:
                 for draw in range(num_samples):
-                    tl.store(ids_ptr + draw, tl.full((), DEFERRED_DRAW, tl.int64))
+                    token = winner.to(tl.int64)
+                    if kept == 0:
+                        draw_word = (draw | (draws.stream << 24)).to(tl.uint32)
+                        token = best_of(tokens, limit, min_p, temperature, draw_word, offset, seed, TILE)
+                    tl.store(ids_ptr + draw, token)
+            if wants_record:
+                kept_mass = to_mass(mass_from(tokens, limit, min_p, TILE))
         if (filtered == 0) | greedy:
-            deferred = deferred | _write_unfiltered(draws, row, ids_ptr, greedy, offset, seed, TILES)
-    only_token = tl.where(greedy & (undefined == 0), winner, -1)
-    kept_mass = tl.where(undefined, float("nan"), kept_mass)
-    write_record(draws, row, limit, tl.where(filtered, min_p, 0.0), kept_mass, top, only_token)
-    return deferred & (undefined == 0)
+            _write_unfiltered(source, stored.keys_at, draws, row, ids_ptr, temperature, offset, seed, TILES, TILE)
+    write_record(draws, row, limit, tl.where(filters.filtered, min_p, 0.0), kept_mass, top, only_token)
 
 
 @jit(
@@ -238,11 +257,8 @@ def filtered_sample_kernel(
     CAPACITY: tl.constexpr,  # candidates of a row
     GATHERED: tl.constexpr,  # blocks that are read at once
     MANY: tl.constexpr,  # blocks from which on a top-p guesses its cutoff
-    TILE: tl.constexpr,  # candidates at a time
+    TILE: tl.constexpr,  # tokens at a time
     WAYS: tl.constexpr,
-    STATS_TILE: tl.constexpr,  # tokens of a tile of ``block_stats_kernel``
-    ROW_TILE: tl.constexpr,  # tokens of a deferred row at a time
-    ROW_WAYS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Runs the algorithm that the module describes. Grid: (B,)."""
@@ -255,13 +271,8 @@ def filtered_sample_kernel(
     seed, offset = load_i64(rows.seed_at, rows.seed, row), load_i64(rows.offset_at, rows.offset, row)
     filters = load_filters(filters, row, source.vocab_size)
     ids_ptr += row * draws.num_samples
-    deferred = _draw_row(
+    _draw_row(
         source, stored, draws, row, filters, temperature, offset, seed, ids_ptr,
         list_ptr + row * count_blocks(source.vocab_size), candidates_ptr + row * CAPACITY,
         TILES, WIDTH, CAPACITY, GATHERED, MANY, TILE, WAYS,
     )  # fmt: skip
-    if deferred:
-        draw_exactly(
-            source, stored, draws, row, filters, temperature, offset, seed, ids_ptr, TILES, STATS_TILE, WIDTH, ROW_TILE,
-            ROW_WAYS,
-        )  # fmt: skip

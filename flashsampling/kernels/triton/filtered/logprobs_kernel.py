@@ -93,13 +93,13 @@ def _write_given(source, outputs, row, lse):
 
 
 @jit
-def _write_first(tokens, lse, ids_ptr, logprobs_ptr, count, WHOLE: tl.constexpr, TILE: tl.constexpr):
+def _write_first(tokens, lse, ids_ptr, logprobs_ptr, count, TILE: tl.constexpr):
     """Writes the first ``count`` tokens in order, one after the other."""
     last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
     for i in range(count):
         best = tl.full((TILE,), BELOW_ALL, tl.int64)
         for start in range(0, tokens.count, TILE):
-            words, live = load_tile(tokens, start, WHOLE, TILE)
+            words, live = load_tile(tokens, start, TILE)
             best = tl.maximum(best, tl.where(live & (words < last), words, BELOW_ALL))
         last = tl.max(best, axis=0)
         tl.store(ids_ptr + i, token_of(last).to(tl.int64))
@@ -123,12 +123,10 @@ def _write_top(
         cutoff = tl.maximum(top_k_cutoff(columns, outputs.num_top), MINUS_INF)
         listed = list_blocks(source.block_keys, blocks, cutoff, list_ptr, WIDTH)
         count = gather(source, list_ptr, listed, cutoff, candidates_ptr, CAPACITY, BLOCKS)
-        if count <= CAPACITY:
-            tokens = Tokens(source, candidates_ptr, count, cutoff, highest, top, LOG2E)
-            _write_first(tokens, lse, ids_ptr, logprobs_ptr, outputs.num_top, False, TILE)
-        else:
-            row_tokens = Tokens(source, candidates_ptr, source.vocab_size, MINUS_INF, highest, top, LOG2E)
-            _write_first(row_tokens, lse, ids_ptr, logprobs_ptr, outputs.num_top, True, TILE)
+        whole = count > CAPACITY
+        count = tl.where(whole, source.vocab_size, count)
+        tokens = Tokens(source, whole.to(tl.int32), candidates_ptr, count, cutoff, highest, top, LOG2E)
+        _write_first(tokens, lse, ids_ptr, logprobs_ptr, outputs.num_top, TILE)
 
 
 @jit(

@@ -15,7 +15,6 @@ from ..jit import jit
 from .logit_source import load_tokens
 from .order import LARGEST, MINUS_INF, UNIT, key_of, mass_of, reaches, sort_key, units_of, value_of
 
-_AT_ONCE = Constant(16)  # candidates that others are compared with
 BELOW_ALL = Constant(-0x7FFFFFFFFFFFFFFF)  # below all sort keys
 
 
@@ -23,8 +22,9 @@ class Tokens(NamedTuple):
     """The tokens to search: candidates in memory, or all of a row."""
 
     source: object
+    whole: object  # int32; not 0: all of a row
     sort_keys: object  # a pointer to the candidates'; unused for a row
-    count: object  # candidates, or the vocabulary's size
+    count: object  # how many candidates, or ids
     lowest: object  # int32 key; no token is below it
     highest: object  # int32 key of the highest logit
     top: object  # its value
@@ -32,15 +32,17 @@ class Tokens(NamedTuple):
 
 
 @jit
-def load_tile(tokens, start, WHOLE: tl.constexpr, TILE: tl.constexpr):
+def load_tile(tokens, start, TILE: tl.constexpr):
     """Returns sort keys and which tokens exist, (TILE,) each."""
     index = start + tl.arange(0, TILE)
     live = index < tokens.count
-    if WHOLE:
+    if tokens.whole != 0:
         key = key_of(load_tokens(tokens.source, index, live))
-        return sort_key(key, index), live & (key >= tokens.lowest)
+        words = sort_key(key, index)
+        live = live & (key >= tokens.lowest)
     else:
-        return tl.load(tokens.sort_keys + index, mask=live, other=0), live
+        words = tl.load(tokens.sort_keys + index, mask=live, other=0)
+    return words, live
 
 
 @jit
@@ -49,32 +51,27 @@ def logits_of(sort_keys):
     return value_of((sort_keys >> 31).to(tl.int32))
 
 
-@jit
-def mass_before(tokens, sort_key, WHOLE: tl.constexpr, TILE: tl.constexpr):
-    """Returns the mass of the tokens before one, in fixed point."""
+@jit(noinline=True)
+def mass_from(tokens, limit, least, TILE: tl.constexpr):
+    """Returns the mass of the tokens from the sort key ``limit`` on whose mass is at least ``least``, in fixed point."""
     total = tl.zeros((TILE,), tl.int64)
     for start in range(0, tokens.count, TILE):
-        words, live = load_tile(tokens, start, WHOLE, TILE)
-        total += tl.where(live & (words > sort_key), units_of(logits_of(words), tokens.top, tokens.scale), 0)
+        words, live = load_tile(tokens, start, TILE)
+        x = logits_of(words)
+        mass = mass_of(x, tokens.top, tokens.scale)
+        live = live & (words >= limit) & reaches(x, mass, least, tokens.top, tokens.scale)
+        total += tl.where(live, units_of(x, tokens.top, tokens.scale), 0)
     return tl.sum(total, axis=0)
 
 
-@jit(noinline=True)
-def mass_of_kept(tokens, limit, min_p, WHOLE: tl.constexpr, TILE: tl.constexpr):
-    """Returns the mass of the tokens from ``limit`` on that a min-p keeps, float32."""
-    total = tl.zeros((TILE,), tl.int64)
-    for start in range(0, tokens.count, TILE):
-        words, live = load_tile(tokens, start, WHOLE, TILE)
-        x = logits_of(words)
-        live = (
-            live & (words >= limit) & reaches(x, mass_of(x, tokens.top, tokens.scale), min_p, tokens.top, tokens.scale)
-        )
-        total += tl.where(live, units_of(x, tokens.top, tokens.scale), 0)
-    return (tl.sum(total, axis=0).to(tl.float64) / UNIT).to(tl.float32)
+@jit
+def to_mass(units):
+    """Returns a mass in fixed point as float32."""
+    return (units.to(tl.float64) / UNIT).to(tl.float32)
 
 
 @jit(noinline=True)
-def shortest_prefix(tokens, limit, by_mass, target, WHOLE: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr):
+def shortest_prefix(tokens, limit, by_mass, target, TILE: tl.constexpr, WAYS: tl.constexpr):
     """Finds the shortest prefix of the tokens from ``limit`` on whose count or mass reaches ``target`` (int64), or all
     of them where these do not. Returns a sort key that its last token reaches and no later one, and its mass."""
     way = tl.arange(0, WAYS)
@@ -92,7 +89,7 @@ def shortest_prefix(tokens, limit, by_mass, target, WHOLE: tl.constexpr, TILE: t
         counts = tl.zeros((TILE, WAYS), tl.int32)
         masses = tl.zeros((TILE, WAYS), tl.int64)
         for start in range(0, tokens.count, TILE):
-            words, live = load_tile(tokens, start, WHOLE, TILE)
+            words, live = load_tile(tokens, start, TILE)
             there = (words[:, None] >= thresholds[None, :]) & live[:, None]
             units = units_of(logits_of(words), tokens.top, tokens.scale)
             counts += there.to(tl.int32)
@@ -117,10 +114,10 @@ def least_mass_of(filters, row_mass):
 
 
 @jit
-def least_mass_of_rest(filters, tokens, limit, least, WHOLE: tl.constexpr, TILE: tl.constexpr):
+def least_mass_of_rest(filters, tokens, limit, least, TILE: tl.constexpr):
     """Returns the least mass of a kept token once the other filters keep those from ``limit`` and ``least`` on."""
     if filters.by_epsilon & (filters.of_all == 0):
-        kept_mass = mass_of_kept(tokens, limit, least, WHOLE, TILE)
+        kept_mass = to_mass(mass_from(tokens, limit, least, TILE))
         least = tl.maximum(least, tl.minimum(filters.epsilon * kept_mass, 1.0))
     return least
 
@@ -156,7 +153,7 @@ def nucleus_target(top_p, whole):
 
 
 @jit
-def find_limit(tokens, filters, row_mass, WHOLE: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr):
+def find_limit(tokens, filters, row_mass, TILE: tl.constexpr, WAYS: tl.constexpr):
     """Returns the sort key from which on top-k and top-p keep tokens. ``row_mass``: of all tokens, float32."""
     limit = tokens.lowest.to(tl.int64) << 31
     mass = (row_mass * UNIT).to(tl.int64)
@@ -166,27 +163,5 @@ def find_limit(tokens, filters, row_mass, WHOLE: tl.constexpr, TILE: tl.constexp
         if tl.where(by_mass, filters.by_top_p, filters.by_top_k | alone):
             wanted = nucleus_target(filters.top_p, tl.where(filters.of_top_k, mass, (row_mass * UNIT).to(tl.int64)))
             target = tl.where(by_mass, wanted, tl.where(alone, 1, filters.top_k))
-            limit, mass = shortest_prefix(tokens, limit, by_mass, target, WHOLE, TILE, WAYS)
+            limit, mass = shortest_prefix(tokens, limit, by_mass, target, TILE, WAYS)
     return limit
-
-
-@jit
-def find_limit_of_few(tokens, filters, row_mass, TILE: tl.constexpr):
-    """Returns what ``find_limit`` does, of at most TILE candidates: each is compared with each, in a third of the time
-    of two searches."""
-    words, live = load_tile(tokens, 0, False, TILE)
-    units = tl.where(live, units_of(logits_of(words), tokens.top, tokens.scale), 0)
-    ranks = tl.zeros((TILE, _AT_ONCE), tl.int32)
-    masses = tl.zeros((TILE, _AT_ONCE), tl.int64)
-    for start in range(0, tokens.count, _AT_ONCE):
-        index = start + tl.arange(0, _AT_ONCE)
-        others = tl.load(tokens.sort_keys + index, mask=index < tokens.count, other=BELOW_ALL)
-        earlier = others[None, :] > words[:, None]
-        ranks += earlier.to(tl.int32)
-        masses += tl.where(earlier, units_of(logits_of(others), tokens.top, tokens.scale)[None, :], 0)
-    rank, mass = tl.sum(ranks, axis=1), tl.sum(masses, axis=1)
-    most = tl.where(filters.min_p > 1.0, 1, tl.where(filters.by_top_k, filters.top_k, TILE))
-    kept = live & (rank < most)
-    whole = tl.where(filters.of_top_k, tl.sum(tl.where(kept, units, 0), axis=0), (row_mass * UNIT).to(tl.int64))
-    kept = kept & ((mass < nucleus_target(filters.top_p, whole)) | (filters.by_top_p == 0))
-    return tl.min(tl.where(kept, words, 0x7FFFFFFFFFFFFFFF), axis=0)
