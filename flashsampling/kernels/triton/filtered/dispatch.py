@@ -11,7 +11,7 @@ The Hopper kernel writes block statistics and draws rows without filters itself:
 Every parameter is a value at run time, so five compiled kernels serve all requests of a dtype of logits: three forms of
 the first (no statistics, no transforms, both), one of each other. Which blocks a row has depends on the vocabulary's
 size alone and masses are integers, so a row's result is the same bits in any batch. Scratch memory per row: 12 bytes
-per block, 16 more where raw log-probabilities are requested, 4 bytes per token where logits change, and 32 KB of
+per block, 16 more where raw log-probabilities are requested, 4 bytes per token where logits change, and 64 KB of
 candidates. Blocks of 64 tokens would save 3 % of what is written, and twice as much would be read for a candidate; a
 Hopper kernel has 32 of a row in one thread.
 
@@ -53,7 +53,7 @@ class Config:
     stats_warps: int = 4
     stats_registers: int = 128  # per thread
     width: int = 1024  # blocks side by side
-    capacity: int = 4096  # candidates of a row
+    capacity: int = 8192  # candidates of a row
     gathered: int = 64  # blocks that are read at once
     many: int = 512  # blocks from which on a nucleus' cutoff is guessed
     tile: int = 512  # tokens at a time

@@ -62,7 +62,6 @@ def best_of(tokens, limit, least, temperature, draw_word, offset, seed, TILE: tl
     """Returns the token with the best score among those from the sort key ``limit`` on whose mass is at least
     ``least``; -1 where there is none. A word 0, which one row in 30,000 has, is refined in a second turn."""
     scale, noise_factor = score_factors(temperature)
-    draw_words = tl.zeros((TILE,), tl.uint32) + draw_word
     best = tl.full((), 0, tl.int64)
     turn = tl.full((), 0, tl.int32)
     while turn < 2:
@@ -72,10 +71,11 @@ def best_of(tokens, limit, least, temperature, draw_word, offset, seed, TILE: tl
             x, token = logits_of(words), token_of(words)
             mass = mass_of(x, tokens.top, tokens.scale)
             live = live & (words >= limit) & reaches(x, mass, least, tokens.top, tokens.scale)
-            word = word_of(token, draw_words, offset, seed)
-            tail = word
-            if turn != 0:
-                tail = word_of(token, draw_words | REFINEMENT_BIT, offset, seed)
+            word, tail = tl.zeros((TILE,), tl.uint32), tl.zeros((TILE,), tl.uint32)
+            for refines in range(turn, -1, -1):
+                tail = word
+                block = draw_word | refines.to(tl.uint32) * REFINEMENT_BIT
+                word = word_of(token, tl.zeros((TILE,), tl.uint32) + block, offset, seed)
             key = pack_key(compute_score(x, scale, 0.0, minus_gumbel_refined(word, tail), noise_factor), token)
             key = tl.where((turn == 0) & (word == 0), NAN_KEY, key)
             keys = tl.maximum(keys, tl.where(live, key, 0))

@@ -51,8 +51,10 @@ from .order import (
     word_of,
 )
 from .prefix import (
+    FEW,
     Tokens,
     find_limit,
+    find_limit_of_few,
     least_mass_of,
     least_mass_of_rest,
     mass_from,
@@ -78,6 +80,8 @@ def _find_candidates(
     wanted = nucleus_target(filters.top_p, (row_mass * UNIT).to(tl.int64))
     rest = (1.0 - filters.top_p) * row_mass * 0.8
     guesses = tl.where(filters.by_top_p & (filters.of_top_k == 0) & (filters.by_sigma == 0), 2, 0)
+    if (guesses > 0) & (filters.top_p < 0.99999):  # the row has not the rest in tokens of less than a fair share of it
+        least = tl.maximum(least, min_p_cutoff(rest / source.vocab_size, top, scale))
     cutoff = least
     count = tl.full((), 0, tl.int32)
     complete = tl.full((), 0, tl.int1)
@@ -217,12 +221,14 @@ def _draw_row(
                 kept = mass_from(tokens, winner_word + 1, none, TILE) < wanted
             if kept == 0:
                 equal = tl.full((), 0, tl.int1)
-                if tokens.whole != 0:
+                if (tokens.whole != 0) & (tl.min(tl.where(columns > NO_LOGIT, columns, highest), axis=0) == highest):
                     equal = _lowest_of_row(source, TILE) == highest
                 if equal:
                     limit = sort_key(highest, _kept_of_equal(filters, source.vocab_size) - 1)
+                elif (tokens.whole == 0) & (tokens.count <= FEW) & (filters.by_top_k | filters.by_top_p):
+                    limit = find_limit_of_few(tokens, filters, row_mass)
                 else:
-                    limit = find_limit(tokens, filters, row_mass, TILE, WAYS)
+                    limit = find_limit(tokens, filters, row_mass, CAPACITY, TILE, WAYS)
                 kept = has_winner & (winner_word >= limit)
             min_p = least_mass_of_rest(filters, tokens, limit, min_p, TILE)
             if greedy == 0:
