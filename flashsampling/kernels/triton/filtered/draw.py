@@ -74,8 +74,8 @@ def best_of(tokens, limit, least, temperature, draw_word, offset, seed, TILE: tl
             word, tail = tl.zeros((TILE,), tl.uint32), tl.zeros((TILE,), tl.uint32)
             for refines in range(turn, -1, -1):
                 tail = word
-                block = draw_word | refines.to(tl.uint32) * REFINEMENT_BIT
-                word = word_of(token, tl.zeros((TILE,), tl.uint32) + block, offset, seed)
+                bit = (tl.zeros((TILE,), tl.int32) + refines).to(tl.uint32) * REFINEMENT_BIT
+                word = word_of(token, draw_word | bit, offset, seed)
             key = pack_key(compute_score(x, scale, 0.0, minus_gumbel_refined(word, tail), noise_factor), token)
             key = tl.where((turn == 0) & (word == 0), NAN_KEY, key)
             keys = tl.maximum(keys, tl.where(live, key, 0))
