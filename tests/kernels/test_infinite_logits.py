@@ -128,6 +128,7 @@ def test_entries_of_one_id_are_added_in_order(impl):
     """(1 + 2**30) - 2**30 is 0 in float32: the token loses to those of 0.5."""
     weight = torch.tensor([[0.5], [1.0], [0.25]]).repeat(1, 8).to(DEVICE, torch.bfloat16) / 8
     hidden_states = torch.ones(2, 8, device=DEVICE, dtype=torch.bfloat16)
-    entries = torch.tensor([[1, 1], [1, -1]]), torch.tensor([[2.0**30, -(2.0**30)], [2.0, 0.0]])
+    ids, values = torch.tensor([[1, 1], [1, -1]]), torch.tensor([[2.0**30, -(2.0**30)], [2.0, 0.0]])
+    entries = ids.to(DEVICE), values.to(DEVICE)
     drawn = sample(hidden_states, weight, temperature=0.0, logit_bias=entries, impl=impl)
     assert drawn.token_ids.tolist() == [0, 1]
