@@ -112,25 +112,24 @@ def nucleus_cutoff(keys_ptr, sums_ptr, blocks, top, scale, rest, vocab_size, WID
     Blocks are alike but for the few tokens that stand out: what those without a token above a key hold is what every
     block holds below it.
     """
-    # 64 steps, down to where no row has so much: below 2**-reach all tokens together do not hold the rest
+    # 125 steps, down to where no row has so much: below 2**-reach all tokens together do not hold the rest
     tokens = tl.full((), 0.0, tl.float32) + vocab_size
     reach = tl.minimum(tl.maximum(tl.log2(tokens / tl.maximum(rest, 1e-30)), 1.0), 40.0 * LOG2E)
     reach = tl.minimum(reach / scale, LARGEST)  # what is infinite less that is infinite
-    below = tl.full((), 64, tl.int32)  # steps below the top
-    step = tl.full((), 16, tl.int32)
+    below = tl.full((), 125, tl.int32)  # steps below the top
+    step = tl.full((), 25, tl.int32)
     way = tl.arange(0, _WAYS)
     for _ in range(3):
-        thresholds = key_of(top - reach * ((below - step * (way + 1)).to(tl.float32) / 64.0))
+        thresholds = key_of(top - reach * ((below - step * (way + 1)).to(tl.float32) / 125.0))
         excesses = tl.zeros((WIDTH, _WAYS), tl.float32)
         for start in range(0, blocks, _PARTS * WIDTH):
             keys, masses = _load_masses(keys_ptr, sums_ptr, start, blocks, top, scale, WIDTH)
             for part in tl.static_range(_PARTS):
                 excess = tl.where(keys[part] > MINUS_INF, masses[part] * blocks.to(tl.float32) - rest, 0.0)
                 excesses += tl.where(keys[part][:, None] < thresholds[None, :], excess[:, None], 0.0)
-        within = (tl.sum(excesses, axis=0) <= 0.0) & (way < _WAYS - 1)
-        below -= step * tl.sum(within.to(tl.int32), axis=0)
-        step = step >> 2
-    return key_of(top - reach * (below.to(tl.float32) / 64.0))
+        below -= step * tl.sum((tl.sum(excesses, axis=0) <= 0.0).to(tl.int32), axis=0)
+        step = step // 5
+    return key_of(top - reach * (below.to(tl.float32) / 125.0))
 
 
 # -- candidates

@@ -9,7 +9,7 @@ from ..fused.noise import REFINEMENT_BIT, minus_gumbel_refined
 from ..fused.packed_argmax import NAN_KEY, NO_TOKEN, ORDERED_INF, compute_score, pack_key
 from ..jit import jit
 from .logit_source import load_tokens
-from .order import DEFERRED_DRAW, MINUS_INF, PLUS_INF, key_of, mass_of, reaches, score_factors, token_of, word_of
+from .order import DEFERRED_DRAW, MINUS_INF, NAN, PLUS_INF, key_of, mass_of, reaches, score_factors, token_of, word_of
 from .prefix import load_tile, logits_of
 from .transforms import pointer_to
 
@@ -85,19 +85,21 @@ def best_of(tokens, limit, least, temperature, draw_word, offset, seed, TILE: tl
 
 
 @jit(noinline=True)
-def first_infinite(source, keys_at, blocks, TILE: tl.constexpr):
-    """Returns the first token at +inf of a row that has one; -1 where no logit is finite."""
+def row_extent(source, keys_at, blocks, TILE: tl.constexpr):
+    """Returns a row's lowest key, and its first token at +inf: NO_TOKEN where none is, -1 where no logit is finite."""
+    lowest = tl.full((TILE,), NAN, tl.int32)
     finite = tl.zeros((TILE,), tl.int32)
     infinite = tl.full((TILE,), NO_TOKEN, tl.int32)
     for start in range(0, source.vocab_size, TILE):
         token = start + tl.arange(0, TILE)
         live = token < source.vocab_size
-        key = key_of(load_tokens(source, token, live))
-        finite |= (live & (key > MINUS_INF) & (key < PLUS_INF)).to(tl.int32)
-        infinite = tl.minimum(infinite, tl.where(live & (key == PLUS_INF), token, NO_TOKEN))
+        key = tl.where(live, key_of(load_tokens(source, token, live)), NAN)
+        lowest = tl.minimum(lowest, key)
+        finite |= ((key > MINUS_INF) & (key < PLUS_INF)).to(tl.int32)
+        infinite = tl.minimum(infinite, tl.where(key == PLUS_INF, token, NO_TOKEN))
     if keys_at != 0:  # of blocks that were not stored too
         for start in range(0, blocks, TILE):
             block = start + tl.arange(0, TILE)
             key = tl.load(source.block_keys + block, mask=block < blocks, other=MINUS_INF)
             finite |= ((key > MINUS_INF) & (key < PLUS_INF)).to(tl.int32)
-    return tl.where(tl.max(finite, axis=0) != 0, tl.min(infinite, axis=0), -1)
+    return tl.min(lowest, axis=0), tl.where(tl.max(finite, axis=0) != 0, tl.min(infinite, axis=0), -1)

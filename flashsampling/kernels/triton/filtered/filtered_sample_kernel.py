@@ -30,11 +30,12 @@ from .candidates import (
     sum_masses,
     top_k_cutoff,
 )
-from .draw import Draws, best_of, first_infinite, load_winner, write_record
-from .logit_source import StoredLogits, load_token, load_tokens, source_of
+from .draw import Draws, best_of, load_winner, row_extent, write_record
+from .logit_source import StoredLogits, load_token, source_of
 from .order import (
     DEFERRED_DRAW,
     GREEDY_BELOW,
+    LOG2E,
     LOWEST,
     MINUS_INF,
     NAN,
@@ -42,6 +43,7 @@ from .order import (
     PLUS_INF,
     UNIT,
     count_blocks,
+    exp2,
     key_of,
     mass_of,
     mass_scale,
@@ -70,19 +72,24 @@ def _find_candidates(
     source, sums_ptr, columns, filters, least, highest, scale, row_mass, list_ptr, candidates_ptr,
     WIDTH: tl.constexpr, CAPACITY: tl.constexpr, GATHERED: tl.constexpr, MANY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Gathers the tokens that may be kept, of those with at least the key ``least``; where a top-p has too many blocks
-    of these, those above a guess that hold the mass it wants. Returns the ``Tokens``: the row's, if these do not
-    fit."""
+    """Gathers the tokens that may be kept, of those with at least the key ``least``; where a top-p or a large top-k has
+    too many of these, those above a guess that hold the mass, or are as many. Returns the ``Tokens``: the row's, if
+    these do not fit."""
     top = value_of(highest)
     blocks = count_blocks(source.vocab_size)
+    cutoff = least
     if filters.by_top_k & (filters.of_top_k | (filters.by_sigma == 0)):
-        least = tl.maximum(least, top_k_cutoff(columns, filters.top_k))
+        reached = filters.top_k.to(tl.float32)
+        guesses_count = reached > 128.0  # so many tokens share columns: k of them reach what fewer columns reach
+        width = tl.minimum(blocks, WIDTH).to(tl.float32)
+        reached = tl.where(guesses_count, width * (1.0 - exp2(reached / width * (-1.2 * LOG2E))), reached)
+        cutoff = tl.maximum(least, top_k_cutoff(columns, reached.to(tl.int64)))
+        least = tl.where(guesses_count, least, cutoff)
     wanted = nucleus_target(filters.top_p, (row_mass * UNIT).to(tl.int64))
     rest = (1.0 - filters.top_p) * row_mass * 0.8
-    guesses = tl.where(filters.by_top_p & (filters.of_top_k == 0) & (filters.by_sigma == 0), 2, 0)
-    if (guesses > 0) & (filters.top_p < 0.99999):  # the row has not the rest in tokens of less than a fair share of it
-        least = tl.maximum(least, min_p_cutoff(rest / source.vocab_size, top, scale))
-    cutoff = least
+    fair_share = rest / source.vocab_size.to(tl.float32)
+    guesses_mass = filters.by_top_p & (filters.of_top_k == 0) & (filters.by_sigma == 0)
+    guesses = tl.where(guesses_mass, 2, 0)
     count = tl.full((), 0, tl.int32)
     complete = tl.full((), 0, tl.int1)
     searching = tl.full((), 1, tl.int32)
@@ -102,22 +109,14 @@ def _find_candidates(
             if fits & (cutoff > least):
                 tokens = Tokens(source, 0, candidates_ptr, count, cutoff, highest, top, scale)
                 all_of_them = tl.full((), LOWEST, tl.int64) << 31
-                complete = mass_from(tokens, all_of_them, tl.full((), 0.0, tl.float32), TILE) >= wanted
+                mass = mass_from(tokens, all_of_them, tl.full((), 0.0, tl.float32), TILE)
+                complete = (guesses_mass & (mass >= wanted)) | (filters.by_top_k & (count >= filters.top_k))
             searching = (fits & (complete == 0)).to(tl.int32)  # the guess was too high
             cutoff = tl.where(searching != 0, least, cutoff)
+    if guesses_mass & (filters.top_p < 0.99999):  # tokens of less than a fair share of the rest have less than it
+        least = tl.maximum(least, min_p_cutoff(fair_share, top, scale))
     count, least = tl.where(complete, count, source.vocab_size), tl.where(complete, cutoff, least)
     return Tokens(source, (complete == 0).to(tl.int32), candidates_ptr, count, least, highest, top, scale)
-
-
-@jit(noinline=True)
-def _lowest_of_row(source, TILE: tl.constexpr):
-    """Returns the lowest key of a row."""
-    lowest = tl.full((TILE,), NAN, tl.int32)
-    for start in range(0, source.vocab_size, TILE):
-        token = start + tl.arange(0, TILE)
-        live = token < source.vocab_size
-        lowest = tl.minimum(lowest, tl.where(live, key_of(load_tokens(source, token, live)), NAN))
-    return tl.min(lowest, axis=0)
 
 
 @jit
@@ -143,7 +142,7 @@ def _write_unfiltered(
         draw_word = (draw | (draws.stream << 24)).to(tl.uint32)
         redraw = (word_of(token, draw_word, offset, seed) == 0) & (draws.tiles != 0) & (greedy == 0) & (token >= 0)
         if token == DEFERRED_DRAW:
-            token = first_infinite(source, keys_at, count_blocks(source.vocab_size), TILE)
+            _, token = row_extent(source, keys_at, count_blocks(source.vocab_size), TILE)
             redraw = token == NO_TOKEN
         if redraw:
             limit, least = tl.full((), LOWEST, tl.int64) << 31, tl.full((), 0.0, tl.float32)
@@ -190,7 +189,7 @@ def _draw_row(
     if undefined | infinite:
         only_token = tl.full((), -1, tl.int32)
         if undefined == 0:
-            only_token = first_infinite(source, stored.keys_at, blocks, TILE)
+            _, only_token = row_extent(source, stored.keys_at, blocks, TILE)
         kept_mass = tl.where(only_token >= 0, 1.0, float("nan"))
         for draw in range(num_samples):
             tl.store(ids_ptr + draw, only_token.to(tl.int64))
@@ -222,7 +221,8 @@ def _draw_row(
             if kept == 0:
                 equal = tl.full((), 0, tl.int1)
                 if (tokens.whole != 0) & (tl.min(tl.where(columns > NO_LOGIT, columns, highest), axis=0) == highest):
-                    equal = _lowest_of_row(source, TILE) == highest
+                    lowest, _ = row_extent(source, stored.keys_at, blocks, TILE)
+                    equal = lowest == highest
                 if equal:
                     limit = sort_key(highest, _kept_of_equal(filters, source.vocab_size) - 1)
                 elif (tokens.whole == 0) & (tokens.count <= FEW) & (filters.by_top_k | filters.by_top_p):

@@ -17,7 +17,7 @@ from .order import LARGEST, MINUS_INF, UNIT, key_of, mass_of, reaches, scatter, 
 
 _FEW_BITS = Constant(8)
 FEW = Constant(1 << 8)  # candidates that are compared with each other
-_AT_ONCE = Constant(16)  # of them
+_AT_ONCE = Constant(8)  # of them
 BELOW_ALL = Constant(-0x7FFFFFFFFFFFFFFF)  # below all sort keys
 
 
@@ -106,7 +106,7 @@ def shortest_prefix(tokens, limit, by_mass, target, CAPACITY: tl.constexpr, TILE
         high = tl.where((high & NO_TOKEN) <= first_id, (high >> 31) << 31, high)
         step = (high - low - 1) // WAYS + 1
         thresholds = low + step * way
-        if turn % 2 == 0:  # at equal distances of logits, next time of keys: one of both is near the tokens' density
+        if turn < 4:  # at equal distances of logits, which is near the density of a flat row; later of keys
             lowest = value_of((low >> 31).to(tl.int32))
             highest = tl.minimum(value_of((high >> 31).to(tl.int32)), LARGEST)
             between = tl.fma(highest * 0.5 - lowest * 0.5, way.to(tl.float32) * (2.0 / WAYS), lowest)
