@@ -135,7 +135,7 @@ def nucleus_cutoff(keys_ptr, sums_ptr, blocks, top, scale, rest, vocab_size, WID
 # -- candidates
 
 
-@jit
+@jit(noinline=True)
 def list_blocks(keys_ptr, blocks, cutoff, list_ptr, WIDTH: tl.constexpr):
     """Writes the numbers of the blocks that reach a cutoff, column by column. Returns how many."""
     column = tl.arange(0, WIDTH)
@@ -156,21 +156,21 @@ def list_blocks(keys_ptr, blocks, cutoff, list_ptr, WIDTH: tl.constexpr):
     return tl.sum(many, axis=0)
 
 
-@jit
-def gather(source, list_ptr, listed, cutoff, out_ptr, CAPACITY: tl.constexpr, BLOCKS: tl.constexpr):
-    """Writes the sort keys of the listed blocks' tokens at or above a cutoff, in no order. Returns how many there are,
-    more than CAPACITY where they do not fit. While it writes some, the next are on their way."""
+@jit(noinline=True)
+def gather(source, list_ptr, listed, low, high, out_ptr, capacity, BLOCKS: tl.constexpr):
+    """Writes the sort keys from ``low`` on and below ``high`` of the listed blocks, in no order. Returns how many there
+    are, more than ``capacity`` where they do not fit. While it writes some, the next are on their way."""
     count = tl.full((), 0, tl.int32)
     first = tl.full((), 0, tl.int32)
     x, token, live = load_blocks(source, list_ptr, listed, first, BLOCKS)
-    while (first < listed) & (count <= CAPACITY):
+    while (first < listed) & (count <= capacity):
         first += BLOCKS
         next_x, next_token, next_live = load_blocks(source, list_ptr, listed, first, BLOCKS)
-        key = key_of(x)
-        ones = (live & (key >= cutoff)).to(tl.int32)
+        words = sort_key(key_of(x), token)
+        ones = (live & (words >= low) & (words < high)).to(tl.int32)
         per_block = tl.sum(ones, axis=1)
         place = count + (tl.cumsum(per_block, axis=0) - per_block)[:, None] + tl.cumsum(ones, axis=1) - ones
-        scatter(out_ptr + place, sort_key(key, token), (ones != 0) & (place < CAPACITY))
+        scatter(out_ptr + place, words, (ones != 0) & (place < capacity))
         count += tl.sum(per_block, axis=0)
         x, token, live = next_x, next_token, next_live
     tl.debug_barrier()

@@ -11,8 +11,8 @@ The Hopper kernel writes block statistics and draws rows without filters itself:
 Every parameter is a value at run time, so five compiled kernels serve all requests of a dtype of logits: three forms of
 the first (no statistics, no transforms, both), one of each other. Which blocks a row has depends on the vocabulary's
 size alone and masses are integers, so a row's result is the same bits in any batch. Scratch memory per row: 12 bytes
-per block, 16 more where raw log-probabilities are requested, 4 bytes per token where logits change, and 64 KB of
-candidates. Blocks of 64 tokens would save 3 % of what is written, and twice as much would be read for a candidate; a
+per block, 16 more where raw log-probabilities are requested, 4 bytes per token where logits change, and candidates:
+16 MB a step, 32 KB a row at least. Blocks of 64 tokens would save 3 % of what is written, and twice as much would be read for a candidate; a
 Hopper kernel has 32 of a row in one thread.
 
 Rejected, with their figures on an H200, V=151936 D=4096: rare rows in a kernel of their own, 4 to 7 us a step for a
@@ -43,6 +43,8 @@ from .transforms import Filters, HeadTransform, RequestTransforms, Rows
 
 _TILES = 256  # that the second launch reads: 2**20 tokens, the most that have filters, by 4096
 
+_CANDIDATES = 1 << 21  # of a step, where 4096 a row do not take more
+
 
 @dataclass(frozen=True)
 class Config:
@@ -53,7 +55,7 @@ class Config:
     stats_warps: int = 4
     stats_registers: int = 128  # per thread
     width: int = 1024  # blocks side by side
-    capacity: int = 8192  # candidates of a row
+    capacity: int = 32768  # candidates of a row, at most
     gathered: int = 64  # blocks that are read at once
     many: int = 512  # blocks from which on a nucleus' cutoff is guessed
     tile: int = 512  # tokens at a time
@@ -317,13 +319,14 @@ def _launch_rows(launches: _Launches, records: Records | None) -> SampleResult:
     pdl = _pdl(device, config)
     draws = Draws(_address(winners), tiles, num_samples, int(params.stream), limits_at, masses_at)
     blocks = _blocks(step.vocab_size)
-    candidates = torch.empty((batch, config.capacity), dtype=torch.int64, device=device)
+    capacity = min(config.capacity, max(_CANDIDATES // batch, 4096))
+    candidates = torch.empty((batch, capacity), dtype=torch.int64, device=device)
     lists = torch.empty((2 if wants_raw else 1, batch, blocks), dtype=torch.int32, device=device)
     rows, filters = _rows(step), _filters(params)
     options = {"PDL": pdl, "num_warps": config.warps, "num_stages": 1, "maxnreg": config.registers, "launch_pdl": pdl}
     filtered_sample_kernel[(batch,)](
-        logits, stored, rows, filters, draws, candidates, lists, ids,
-        TILES=_TILES, WIDTH=config.width, CAPACITY=config.capacity, GATHERED=config.gathered, MANY=config.many,
+        logits, stored, rows, filters, draws, candidates, capacity, lists, ids,
+        TILES=_TILES, WIDTH=config.width, GATHERED=config.gathered, MANY=config.many,
         TILE=config.tile, WAYS=config.ways, **options,
     )  # fmt: skip
     if not wants_raw:
@@ -342,7 +345,7 @@ def _launch_rows(launches: _Launches, records: Records | None) -> SampleResult:
         0 if given is None else given.shape[1], address(values, "logsumexp"), num_samples, masses_at,
     )  # fmt: skip
     logprobs_kernel[(batch, 2)](
-        raw_logits, raw_stored, logits, stored, rows, outputs, candidates, lists, ids,
-        WIDTH=config.width, CAPACITY=config.capacity, GATHERED=config.gathered, TILE=config.tile, **options,
+        raw_logits, raw_stored, logits, stored, rows, outputs, candidates, capacity, lists, ids,
+        WIDTH=config.width, GATHERED=config.gathered, TILE=config.tile, **options,
     )  # fmt: skip
     return SampleResult(ids, values)

@@ -53,6 +53,7 @@ from .order import (
     word_of,
 )
 from .prefix import (
+    ABOVE_ALL,
     FEW,
     Tokens,
     find_limit,
@@ -69,8 +70,8 @@ from .transforms import Filters, Rows, aligned_pointer_to, load_f32, load_filter
 
 @jit
 def _find_candidates(
-    source, sums_ptr, columns, filters, least, highest, scale, row_mass, list_ptr, candidates_ptr,
-    WIDTH: tl.constexpr, CAPACITY: tl.constexpr, GATHERED: tl.constexpr, MANY: tl.constexpr, TILE: tl.constexpr,
+    source, sums_ptr, columns, filters, least, highest, scale, row_mass, list_ptr, candidates_ptr, capacity,
+    WIDTH: tl.constexpr, GATHERED: tl.constexpr, MANY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Gathers the tokens that may be kept, of those with at least the key ``least``; where a top-p or a large top-k has
     too many of these, those above a guess that hold the mass, or are as many. Returns the ``Tokens``: the row's, if
@@ -103,8 +104,9 @@ def _find_candidates(
             guesses = tl.where(cutoff == least, 0, guesses - 1)
             rest = rest * 0.2
         else:
-            count = gather(source, list_ptr, listed, cutoff, candidates_ptr, CAPACITY, GATHERED)
-            fits = count <= CAPACITY
+            from_cutoff, above_all = cutoff.to(tl.int64) << 31, tl.full((), ABOVE_ALL, tl.int64)
+            count = gather(source, list_ptr, listed, from_cutoff, above_all, candidates_ptr, capacity, GATHERED)
+            fits = count <= capacity
             complete = fits & (cutoff == least)
             if fits & (cutoff > least):
                 tokens = Tokens(source, 0, candidates_ptr, count, cutoff, highest, top, scale)
@@ -152,8 +154,8 @@ def _write_unfiltered(
 
 @jit
 def _draw_row(
-    source, stored, draws, row, filters, temperature, offset, seed, ids_ptr, list_ptr, candidates_ptr,
-    TILES: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, GATHERED: tl.constexpr, MANY: tl.constexpr,
+    source, stored, draws, row, filters, temperature, offset, seed, ids_ptr, list_ptr, candidates_ptr, capacity,
+    TILES: tl.constexpr, WIDTH: tl.constexpr, GATHERED: tl.constexpr, MANY: tl.constexpr,
     TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """Writes the tokens and the record of a row."""
@@ -208,8 +210,8 @@ def _draw_row(
             if has_winner & (wants_record == 0):
                 least = tl.maximum(least, winner_key)
             tokens = _find_candidates(
-                source, sums_ptr, columns, filters, least, highest, scale, row_mass, list_ptr, candidates_ptr, WIDTH,
-                CAPACITY, GATHERED, MANY, TILE,
+                source, sums_ptr, columns, filters, least, highest, scale, row_mass, list_ptr, candidates_ptr,
+                capacity, WIDTH, GATHERED, MANY, TILE,
             )  # fmt: skip
             none = tl.full((), 0.0, tl.float32)
             if filters.by_sigma & filters.by_top_p & (filters.of_top_k == 0):  # all that it keeps are among the tokens
@@ -228,7 +230,7 @@ def _draw_row(
                 elif (tokens.whole == 0) & (tokens.count <= FEW) & (filters.by_top_k | filters.by_top_p):
                     limit = find_limit_of_few(tokens, filters, row_mass)
                 else:
-                    limit = find_limit(tokens, filters, row_mass, CAPACITY, TILE, WAYS)
+                    limit = find_limit(tokens, filters, row_mass, list_ptr, capacity, WIDTH, GATHERED, TILE, WAYS)
                 kept = has_winner & (winner_word >= limit)
             min_p = least_mass_of_rest(filters, tokens, limit, min_p, TILE)
             if greedy == 0:
@@ -247,6 +249,7 @@ def _draw_row(
 
 @jit(
     structs={"stored": StoredLogits, "rows": Rows, "filters": Filters, "draws": Draws},
+    do_not_specialize=["capacity"],
     do_not_specialize_on_alignment=["logits", "candidates_ptr", "list_ptr", "ids_ptr"],
 )
 def filtered_sample_kernel(
@@ -255,12 +258,12 @@ def filtered_sample_kernel(
     rows,
     filters,
     draws,
-    candidates_ptr,  # (B, CAPACITY) int64, scratch
+    candidates_ptr,  # (B, capacity) int64, scratch
+    capacity: tl.int32,
     list_ptr,  # (B, blocks) int32, scratch
     ids_ptr,  # (B, num_samples) int64, out
     TILES: tl.constexpr,  # at least ``Draws.tiles``
     WIDTH: tl.constexpr,  # blocks side by side
-    CAPACITY: tl.constexpr,  # candidates of a row
     GATHERED: tl.constexpr,  # blocks that are read at once
     MANY: tl.constexpr,  # blocks from which on a top-p guesses its cutoff
     TILE: tl.constexpr,  # tokens at a time
@@ -279,6 +282,6 @@ def filtered_sample_kernel(
     ids_ptr += row * draws.num_samples
     _draw_row(
         source, stored, draws, row, filters, temperature, offset, seed, ids_ptr,
-        list_ptr + row * count_blocks(source.vocab_size), candidates_ptr + row * CAPACITY,
-        TILES, WIDTH, CAPACITY, GATHERED, MANY, TILE, WAYS,
+        list_ptr + row * count_blocks(source.vocab_size), candidates_ptr + row * capacity, capacity,
+        TILES, WIDTH, GATHERED, MANY, TILE, WAYS,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from ..jit import jit
 from .candidates import column_maxima, gather, list_blocks, sum_masses, top_k_cutoff
 from .logit_source import StoredLogits, load_blocks, load_token, load_tokens, source_of
 from .order import LN2, LOG2E, MINUS_INF, NAN, PLUS_INF, below, count_blocks, key_of, mass_scale, token_of, value_of
-from .prefix import BELOW_ALL, Tokens, load_tile, logits_of
+from .prefix import ABOVE_ALL, BELOW_ALL, Tokens, load_tile, logits_of
 from .transforms import Rows, aligned_pointer_to, load_f32, pointer_to
 
 
@@ -108,8 +108,8 @@ def _write_first(tokens, lse, ids_ptr, logprobs_ptr, count, TILE: tl.constexpr):
 
 @jit
 def _write_top(
-    source, blocks, columns, highest, lse, outputs, row, list_ptr, candidates_ptr,
-    WIDTH: tl.constexpr, CAPACITY: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr,
+    source, blocks, columns, highest, lse, outputs, row, list_ptr, candidates_ptr, capacity,
+    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Writes the tokens with the highest raw logits, and their log-probabilities; -1 and NaN in a row with a NaN."""
     ids_ptr = pointer_to(outputs.top_ids_at, tl.int64) + row * outputs.num_top
@@ -122,8 +122,9 @@ def _write_top(
         top = value_of(highest)
         cutoff = tl.maximum(top_k_cutoff(columns, outputs.num_top), MINUS_INF)
         listed = list_blocks(source.block_keys, blocks, cutoff, list_ptr, WIDTH)
-        count = gather(source, list_ptr, listed, cutoff, candidates_ptr, CAPACITY, BLOCKS)
-        whole = count > CAPACITY
+        from_cutoff, above_all = cutoff.to(tl.int64) << 31, tl.full((), ABOVE_ALL, tl.int64)
+        count = gather(source, list_ptr, listed, from_cutoff, above_all, candidates_ptr, capacity, BLOCKS)
+        whole = count > capacity
         count = tl.where(whole, source.vocab_size, count)
         tokens = Tokens(source, whole.to(tl.int32), candidates_ptr, count, cutoff, highest, top, LOG2E)
         _write_first(tokens, lse, ids_ptr, logprobs_ptr, outputs.num_top, TILE)
@@ -131,6 +132,7 @@ def _write_top(
 
 @jit(
     structs={"raw_stored": StoredLogits, "stored": StoredLogits, "rows": Rows, "outputs": LogprobOutputs},
+    do_not_specialize=["capacity"],
     do_not_specialize_on_alignment=["raw_logits", "logits", "candidates_ptr", "list_ptr", "ids_ptr"],
 )
 def logprobs_kernel(
@@ -140,11 +142,11 @@ def logprobs_kernel(
     stored,
     rows,
     outputs,
-    candidates_ptr,  # (B, CAPACITY) int64, scratch
+    candidates_ptr,  # (B, capacity) int64, scratch
+    capacity: tl.int32,
     list_ptr,  # (2, B, blocks) int32, scratch
     ids_ptr,  # (B, num_samples) int64: drawn tokens
     WIDTH: tl.constexpr,
-    CAPACITY: tl.constexpr,
     GATHERED: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
@@ -174,6 +176,6 @@ def logprobs_kernel(
             _write_given(source, outputs, row, lse)
         if outputs.num_top > 0:
             _write_top(
-                source, blocks, columns, highest, lse, outputs, row, list_ptr, candidates_ptr + row * CAPACITY, WIDTH,
-                CAPACITY, GATHERED, TILE,
+                source, blocks, columns, highest, lse, outputs, row, list_ptr, candidates_ptr + row * capacity,
+                capacity, WIDTH, GATHERED, TILE,
             )  # fmt: skip

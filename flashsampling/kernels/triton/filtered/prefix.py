@@ -12,13 +12,15 @@ import triton.language as tl
 from ..constant import Constant
 from ..fused.packed_argmax import NO_TOKEN
 from ..jit import jit
+from .candidates import gather, list_blocks
 from .logit_source import load_tokens
-from .order import LARGEST, MINUS_INF, UNIT, key_of, mass_of, reaches, scatter, sort_key, units_of, value_of
+from .order import LARGEST, MINUS_INF, UNIT, count_blocks, key_of, mass_of, reaches, sort_key, units_of, value_of
 
 _FEW_BITS = Constant(8)
 FEW = Constant(1 << 8)  # candidates that are compared with each other
 _AT_ONCE = Constant(8)  # of them
 BELOW_ALL = Constant(-0x7FFFFFFFFFFFFFFF)  # below all sort keys
+ABOVE_ALL = Constant(0x7FFFFFFFFFFFFFFF)
 
 
 class Tokens(NamedTuple):
@@ -73,24 +75,14 @@ def to_mass(units):
     return (units.to(tl.float64) / UNIT).to(tl.float32)
 
 
-@jit
-def _keep_between(tokens, low, high, TILE: tl.constexpr):
-    """Writes the sort keys of a row from ``low`` on and below ``high`` to ``tokens.sort_keys``. Returns how many."""
-    count = tl.full((), 0, tl.int32)
-    for start in range(0, tokens.count, TILE):
-        words, live = load_tile(tokens, start, TILE)
-        ones = (live & (words >= low) & (words < high)).to(tl.int32)
-        scatter(tokens.sort_keys + count + tl.cumsum(ones, axis=0) - ones, words, ones != 0)
-        count += tl.sum(ones, axis=0)
-    tl.debug_barrier()
-    return count
-
-
 @jit(noinline=True)
-def shortest_prefix(tokens, limit, by_mass, target, CAPACITY: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr):
+def shortest_prefix(
+    tokens, limit, by_mass, target, list_ptr, capacity,
+    WIDTH: tl.constexpr, GATHERED: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
+):  # fmt: skip
     """Finds the shortest prefix of the tokens from ``limit`` on whose count or mass reaches ``target`` (int64), or all
     of them where these do not. Returns a sort key that its last token reaches and no later one, and its mass. Of a row
-    those in the bracket are copied once CAPACITY has room for them."""
+    those in the bracket are copied once there is room for them."""
     way = tl.arange(0, WAYS)
     first_id = tokens.source.vocab_size.to(tl.int64) * -1 + NO_TOKEN + 1  # no sort key has lower id bits
     low = tl.maximum(limit, tokens.lowest.to(tl.int64) << 31)
@@ -106,7 +98,7 @@ def shortest_prefix(tokens, limit, by_mass, target, CAPACITY: tl.constexpr, TILE
         high = tl.where((high & NO_TOKEN) <= first_id, (high >> 31) << 31, high)
         step = (high - low - 1) // WAYS + 1
         thresholds = low + step * way
-        if turn < 4:  # at equal distances of logits, which is near the density of a flat row; later of keys
+        if (whole != 0) & (turn < 4):  # at equal distances of logits, and not of keys, as a flat row has its tokens
             lowest = value_of((low >> 31).to(tl.int32))
             highest = tl.minimum(value_of((high >> 31).to(tl.int32)), LARGEST)
             between = tl.fma(highest * 0.5 - lowest * 0.5, way.to(tl.float32) * (2.0 / WAYS), lowest)
@@ -136,8 +128,10 @@ def shortest_prefix(tokens, limit, by_mass, target, CAPACITY: tl.constexpr, TILE
         low = tl.sum(tl.where(way == last, thresholds, 0), axis=0)
         searching = ((passed > 0) & (within - above > 1) & (high - low > 1)).to(tl.int32)
         turn += 1
-        if (searching != 0) & (whole != 0) & (within - above <= CAPACITY):
-            count = _keep_between(tokens, low, high, TILE)
+        if (searching != 0) & (whole != 0) & (within - above <= capacity):
+            blocks = count_blocks(tokens.source.vocab_size)
+            listed = list_blocks(tokens.source.block_keys, blocks, (low >> 31).to(tl.int32), list_ptr, WIDTH)
+            count = gather(tokens.source, list_ptr, listed, low, high, tokens.sort_keys, capacity, GATHERED)
             whole = tl.full((), 0, tl.int32)
             left_out, mass_left_out = above, mass_above
     return low, mass
@@ -189,7 +183,10 @@ def nucleus_target(top_p, whole):
 
 
 @jit
-def find_limit(tokens, filters, row_mass, CAPACITY: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr):
+def find_limit(
+    tokens, filters, row_mass, list_ptr, capacity,
+    WIDTH: tl.constexpr, GATHERED: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
+):  # fmt: skip
     """Returns the sort key from which on top-k and top-p keep tokens. ``row_mass``: of all tokens, float32."""
     limit = tokens.lowest.to(tl.int64) << 31
     mass = (row_mass * UNIT).to(tl.int64)
@@ -199,7 +196,9 @@ def find_limit(tokens, filters, row_mass, CAPACITY: tl.constexpr, TILE: tl.const
         if tl.where(by_mass, filters.by_top_p, filters.by_top_k | alone):
             wanted = nucleus_target(filters.top_p, tl.where(filters.of_top_k, mass, (row_mass * UNIT).to(tl.int64)))
             target = tl.where(by_mass, wanted, tl.where(alone, 1, filters.top_k))
-            limit, mass = shortest_prefix(tokens, limit, by_mass, target, CAPACITY, TILE, WAYS)
+            limit, mass = shortest_prefix(
+                tokens, limit, by_mass, target, list_ptr, capacity, WIDTH, GATHERED, TILE, WAYS
+            )
     return limit
 
 
