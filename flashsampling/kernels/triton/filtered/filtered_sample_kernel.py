@@ -216,15 +216,15 @@ def _draw_row(
             none = tl.full((), 0.0, tl.float32)
             if filters.by_sigma & filters.by_top_p & (filters.of_top_k == 0):  # all that it keeps are among the tokens
                 row_mass = to_mass(mass_from(tokens, limit, none, TILE))
-            kept = has_winner & (winner_key >= tokens.lowest) & (wants_record == 0)
+            equal = tl.full((), 0, tl.int1)
+            if (tokens.whole != 0) & (tl.min(tl.where(columns > NO_LOGIT, columns, highest), axis=0) == highest):
+                lowest, _ = row_extent(source, stored.keys_at, blocks, TILE)
+                equal = lowest == highest
+            kept = has_winner & (winner_key >= tokens.lowest) & (wants_record == 0) & (equal == 0)
             if kept & filters.by_top_p:
                 wanted = nucleus_target(filters.top_p, (row_mass * UNIT).to(tl.int64))
                 kept = mass_from(tokens, winner_word + 1, none, TILE) < wanted
             if kept == 0:
-                equal = tl.full((), 0, tl.int1)
-                if (tokens.whole != 0) & (tl.min(tl.where(columns > NO_LOGIT, columns, highest), axis=0) == highest):
-                    lowest, _ = row_extent(source, stored.keys_at, blocks, TILE)
-                    equal = lowest == highest
                 if equal:
                     limit = sort_key(highest, _kept_of_equal(filters, source.vocab_size) - 1)
                 elif (tokens.whole == 0) & (tokens.count <= FEW) & (filters.by_top_k | filters.by_top_p):

@@ -75,6 +75,19 @@ def to_mass(units):
     return (units.to(tl.float64) / UNIT).to(tl.float32)
 
 
+@jit
+def _threshold(low, high, way, by_value, WAYS: tl.constexpr):
+    """Returns the threshold of a way: they part [low, high) at equal distances, of logits or else of sort keys. A flat
+    row has its tokens at the former."""
+    threshold = tl.minimum(low + ((high - low - 1) // WAYS + 1) * way, high)
+    if by_value:
+        lowest = value_of((low >> 31).to(tl.int32))
+        highest = tl.minimum(value_of((high >> 31).to(tl.int32)), LARGEST)
+        value = tl.fma(highest * 0.5 - lowest * 0.5, way.to(tl.float32) * (2.0 / WAYS), lowest)
+        threshold = tl.minimum(tl.maximum(key_of(value).to(tl.int64) << 31, low), high - 1)
+    return tl.where(way == 0, low, threshold)
+
+
 @jit(noinline=True)
 def shortest_prefix(
     tokens, limit, by_mass, target, list_ptr, capacity,
@@ -96,14 +109,8 @@ def shortest_prefix(
     while searching != 0:
         low = tl.maximum(low, ((low >> 31) << 31) + first_id)
         high = tl.where((high & NO_TOKEN) <= first_id, (high >> 31) << 31, high)
-        step = (high - low - 1) // WAYS + 1
-        thresholds = low + step * way
-        if (whole != 0) & (turn < 4):  # at equal distances of logits, and not of keys, as a flat row has its tokens
-            lowest = value_of((low >> 31).to(tl.int32))
-            highest = tl.minimum(value_of((high >> 31).to(tl.int32)), LARGEST)
-            between = tl.fma(highest * 0.5 - lowest * 0.5, way.to(tl.float32) * (2.0 / WAYS), lowest)
-            by_value = tl.minimum(tl.maximum(key_of(between).to(tl.int64) << 31, low), high - 1)
-            thresholds = tl.where(way == 0, low, by_value)
+        by_value = (whole != 0) & (turn < 4)
+        thresholds = _threshold(low, high, way, by_value, WAYS)
         counts = tl.zeros((TILE, WAYS), tl.int32)
         masses = tl.zeros((TILE, WAYS), tl.int64)
         rest = Tokens(
@@ -123,9 +130,11 @@ def shortest_prefix(
         mass = tl.sum(tl.where(way == last, mass_from, 0), axis=0)
         if passed < WAYS:
             above = tl.sum(tl.where(way == passed, count_from, 0), axis=0)
-            mass_above = tl.sum(tl.where(way == passed, mass_from, 0), axis=0)
-            high = tl.sum(tl.where(way == passed, thresholds, 0), axis=0)
-        low = tl.sum(tl.where(way == last, thresholds, 0), axis=0)
+            if whole != 0:
+                mass_above = tl.sum(tl.where(way == passed, mass_from, 0), axis=0)
+        next_high = tl.where(passed < WAYS, _threshold(low, high, passed, by_value, WAYS), high)
+        low = _threshold(low, high, last, by_value, WAYS)
+        high = next_high
         searching = ((passed > 0) & (within - above > 1) & (high - low > 1)).to(tl.int32)
         turn += 1
         if (searching != 0) & (whole != 0) & (within - above <= capacity):
