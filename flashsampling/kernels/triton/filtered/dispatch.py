@@ -2,8 +2,8 @@
 
     block_stats_kernel      reads every logit once: statistics of blocks of 32 tokens, processed logits where a request
                             or the LM head changes them, draws of rows without filters
-    filtered_sample_kernel  a program per row: the candidates of the blocks that can hold a kept token, the prefix that
-                            is kept of them, a token; rare rows are drawn from all of their logits
+    filtered_sample_kernel  a program per row: the candidates of the blocks that can hold a kept token, or the row where
+                            they do not fit, the prefix that is kept of them, a token
     logprobs_kernel         where log-probabilities, ranks or likeliest tokens are requested
 
 The Hopper kernel writes block statistics and draws rows without filters itself: ``draw`` launches what follows it.
@@ -12,11 +12,11 @@ Every parameter is a value at run time, so five compiled kernels serve all reque
 the first (no statistics, no transforms, both), one of each other. Which blocks a row has depends on the vocabulary's
 size alone and masses are integers, so a row's result is the same bits in any batch. Scratch memory per row: 12 bytes
 per block, 16 more where raw log-probabilities are requested, 4 bytes per token where logits change, and candidates:
-16 MB a step, 32 KB a row at least. Blocks of 64 tokens would save 3 % of what is written, and twice as much would be read for a candidate; a
-Hopper kernel has 32 of a row in one thread.
+32 to 256 KB, 16 MB a step where 32 KB a row do not take more. Blocks of 64 tokens would save 3 % of what is written,
+and twice as much would be read for a candidate; a Hopper kernel has 32 of a row in one thread.
 
-Rejected, with their figures on an H200, V=151936 D=4096: rare rows in a kernel of their own, 4 to 7 us a step for a
-first call that is 3 s shorter; a dummy row that each program draws first, to bring instructions to the caches, -1 to
+Rejected, with their figures on an H200, V=151936 D=4096: rare rows in a kernel of their own, 4 to 7 us a step; no
+comparison of each of a few candidates with each, 4 us at one row and 15 at 64 for a top-k; a dummy row that each program draws first, to bring instructions to the caches, -1 to
 +12 us.
 """
 
