@@ -161,8 +161,9 @@ def test_any_call_of_ranks(impl, compiled):
         calls, parsed = engine_calls(batch, vocab)
         warm = warm.union(*(compiled(run, parsed(call), batch) for call in calls))
     for batch in (1, 2, 5, 8):
-        (few, *_, everything), parsed = engine_calls(batch, vocab)
-        everything |= {"few": few["logit_bias"], "top_logprobs": 7}
+        (*_, everything), parsed = engine_calls(batch, vocab)
+        few = tuple(part[:, :FEW_BIASES].contiguous() for part in everything["logit_bias"])
+        everything |= {"few": few, "top_logprobs": 7}
         groups = [[name] for name in (*FILTERS, "token_mask", "logit_bias", "few")]
         groups += [["token_counts", *PENALTIES], ["return_logprobs", "top_logprobs"]]
         for chosen in itertools.product((False, True), repeat=len(groups)):

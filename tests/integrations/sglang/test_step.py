@@ -219,7 +219,7 @@ def test_a_request_of_every_kind_that_is_left(graphs, caplog):
     runner, states = runner_of(graphs=graphs, enable_custom_logit_processor=True), states_of(4)
     logits = (states @ runner.model.lm_head.weight.T)[:, :V]
     seeded = Req(PROMPT, SamplingParams(sampling_seed=5, temperature=1.3), return_logprob=True, top=2)
-    greedy, quiet = Req(PROMPT, SamplingParams(temperature=0.0)), Req(PROMPT, SERVED["top_p"])
+    greedy, quiet = Req(PROMPT, SamplingParams(temperature=0.0)), Req(PROMPT, SERVED["min_new_tokens"])
     alone = {
         position: [expected(runner, states[row], req, position) for row, req in ((1, seeded), (3, quiet))]
         for position in (len(PROMPT) - 1, len(PROMPT))

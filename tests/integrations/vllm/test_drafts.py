@@ -123,6 +123,26 @@ def test_tokens_are_those_without_drafts(model):
     check_both(*both(model))
 
 
+def test_penalties_and_lengths_matter():
+    """Shows that the test above fails for a plug-in that forgets the drafts before a position."""
+    runner, plain = runner_of(most_drafts=MOST), runner_of(most_drafts=MOST)
+    plain.model = runner.model
+    params = SamplingParams(
+        temperature=0.0, presence_penalty=50.0, min_tokens=3, stop_token_ids=[120], logit_bias={120: 80.0}
+    )
+    runner.add(a=(PROMPT, params))
+    runner.batch({"a": 3})
+    batch = runner.batch({"a": 1}, {"a": [0, 0, 0]})
+    states = states_of(batch)
+    states[:] = states[0]
+    best = (states[0] @ runner.flashsampling.step.head.weight[:V].T).argsort(descending=True).tolist()
+    for drafts, wanted in (([best[0], best[1], best[2]], [*best[:3], 120]), ([best[0], best[0], 1], best[:2])):
+        batch.input_ids[1:4] = torch.tensor(drafts)
+        output, num_sampled, num_rejected = runner.sample(states, batch, None)
+        assert output.sampled_token_ids[0].tolist() == [*wanted, -1, -1][:4]
+        assert (num_sampled.tolist(), num_rejected.tolist()) == ([len(wanted)], [4 - len(wanted)])
+
+
 @pytest.mark.parametrize(
     "drafts", [{}, {"min_p": [11, 11], "fixed": [8, 8, 9], "words": [4], "greedy": [5]}], ids=["no drafts", "drafts"]
 )

@@ -204,11 +204,13 @@ def step_and_check(runner, tokens, requests, masks=None, grammar=None, outputs=N
     return batch, output
 
 
-SCENARIOS = {  # graphs; rows of the buffers that vLLM's own graphs write to; the logits processor
-    "launches": (False, 0, SCALED),
-    "graphs": (True, 0, {}),
-    "graphs that read few rows in place": (True, 4, {}),
-    "graphs that read all rows in place": (True, SLOTS, SCALED),
+BIASED = {"bias", "many_biases", "min_tokens", "everything"}  # their batches are calls
+SCENARIOS = {  # kinds; graphs; rows of the buffers that vLLM's own graphs write to; the logits processor
+    "calls": (SERVED.keys(), False, 0, SCALED),
+    "launches": (SERVED.keys() - BIASED, False, 0, {}),
+    "graphs": (SERVED.keys() - BIASED, True, 0, {}),
+    "graphs that read few rows in place": (SERVED.keys() - BIASED, True, 4, {}),
+    "graphs that read all rows in place": (SERVED.keys() - BIASED, True, SLOTS, SCALED),
 }
 
 
@@ -218,17 +220,16 @@ def test_requests_come_and_go(name):
     """Requests of all kinds, alone at first, in slots used again and any order of rows; a batch may stay for some
     steps, over which counts grow. Some rows have a grammar, some batches lie in vLLM's own buffers, and the weight is
     replaced once. Every row gets the token that it gets alone, and no step writes to what an earlier one returned."""
-    graphs, room, processor = SCENARIOS[name]
+    kinds, graphs, room, processor = SCENARIOS[name]
     runner = runner_of(fakes.Model(V, D, **processor), graphs=graphs)
     step, rng = runner.flashsampling.step, np.random.default_rng(0)
-    launched = {"bias", "many_biases", "min_tokens", "everything"}  # batches with biases take no graph
-    waiting = {kind: params for kind, params in SERVED.items() if not graphs or kind not in launched}
+    waiting = {kind: params for kind, params in SERVED.items() if kind in kinds}
     buffers = torch.full((room, D), float("nan")), torch.full((room,), 77)
     if room:
         runner.cudagraph_manager = SimpleNamespace(hidden_states=buffers[0])
         runner.input_buffers = SimpleNamespace(positions=buffers[1])
     running: list[str] = []
-    requests, outputs = {}, {}
+    requests, outputs, old = {}, {}, []
     last: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number in range(30):
         if number % 3 == 0:
@@ -241,6 +242,7 @@ def test_requests_come_and_go(name):
                 running.append(kind)
             rng.shuffle(running)
         if number == 20:  # vLLM loads another weight; a graph reads the one that it was recorded with
+            old = [] if step.graphs is None else [*step.graphs._recorded.values()]
             weight = step.head.layer.weight
             step.head.layer.weight = torch.nn.Parameter(weight.flip(0).clone(), requires_grad=False)
         batch = runner.batch({each: 1 if runner.lengths[each] else len(requests[each][0]) for each in running})
@@ -270,9 +272,20 @@ def test_requests_come_and_go(name):
     assert counters(SimpleNamespace(model_runner=runner))["fused"] == 30
     if graphs:
         assert step.graphs.replays > 10
+        assert old
+        assert not {*map(id, old)} & {*map(id, step.graphs._recorded.values())}
         mine, theirs = step.graphs.hidden_states.data_ptr(), buffers[0].data_ptr()
         assert {states for *_, states, _ in step.graphs._recorded} == {mine, *([theirs] if room else [])}
         assert {kind[0] for kind in step.graphs._recorded} <= {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_batch_of_one_kind(name):
+    """No batch mate asks for what a kind needs."""
+    runner, params = runner_of(), SERVED[name]
+    requests = {f"{i}": (PROMPT, dataclasses.replace(params, seed=i)) for i in range(4)}
+    runner.add(**requests)
+    step_and_check(runner, dict.fromkeys(requests, len(PROMPT)), requests)
 
 
 def test_parameters_are_copied_once_for_a_batch(monkeypatch):
