@@ -16,10 +16,12 @@ import torch
 from torch import is_tensor
 
 import flashsampling
+from flashsampling import ops
+from flashsampling.exchange_protocol import WHOLE
 from flashsampling.integrations.engine import step as engine_step
 from flashsampling.integrations.engine.graphs import Graphs, _Recording
 from flashsampling.integrations.engine.head import Layers
-from flashsampling.integrations.engine.kernel_variants import PENALTIES, default_rows
+from flashsampling.integrations.engine.kernel_variants import FILTERS, PENALTIES, default_rows
 from flashsampling.integrations.engine.request_info import FALLBACK_REASONS, RequestState
 from flashsampling.integrations.vllm import Refused, counters, load
 from flashsampling.integrations.vllm import runner as plugin
@@ -724,22 +726,57 @@ def test_a_grammar_alone_is_a_mask_alone(calls):
     assert [set(request) for _, request in calls] == [{"token_mask"}, set(), penalties, penalties, {"logit_bias"}]
 
 
+class Group:
+    """One rank that has the whole head."""
+
+    first_token, last_token, vocab_size, num_rows = 0, V, V, 384
+    part, skipped_calls = (V, WHOLE), 0
+
+    def check(self, *, collective):
+        assert collective
+
+    def raise_if_unusable(self):
+        pass
+
+    def __exit__(self, kind, error, trace):
+        raise AssertionError(error)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize(
     ("kinds", "filters"),
     [
-        (["plain", "hot", "greedy"], ()),
-        (["top_k", "plain"], ("top_k",)),
-        (["top_k", "penalised_top_k", "min_p"], ("top_k", "min_p")),
-        (["top_k_top_p"], ("top_k", "top_p")),
-        (["top_p", "greedy_top_k"], ("top_p",)),
+        (["plain", "hot", "greedy", "repetition"], set()),
+        (["top_k", "plain"], {"top_k"}),
+        (["top_k", "penalised_top_k", "min_p"], {"top_k", "min_p"}),
+        (["top_k_top_p", "bias"], {"top_k", "top_p"}),
+        (["top_p", "greedy_top_k", "logprobs_0"], {"top_p"}),
     ],
 )
-def test_filters_that_ranks_ask_for(kinds, filters):
+def test_filters_that_ranks_ask_for(kinds, filters, graphs, calls, monkeypatch):
     """A filter that no drawn row has costs time and changes nothing."""
+
+    def unsharded(states, weight, *, tp, **request):
+        return flashsampling.sample(states, weight, **{"vocab_size": V, **request})
+
+    monkeypatch.setattr(engine_step, "sample", unsharded)
+    monkeypatch.setattr(ops, "sample_sharded", lambda inputs, tp: ops.sample(inputs, ""))
+    monkeypatch.setattr(engine_step, "warmup_mixes", lambda *_, **__: ["kernel"])
     runner, params = runner_of(), SERVED | {"greedy_top_k": SamplingParams(temperature=0.0, top_k=3)}
-    runner.add(**{kind: (PROMPT, params[kind]) for kind in kinds})
-    slots = np.array([runner.req_states.req_id_to_index[kind] for kind in kinds], np.int32)
-    assert runner.flashsampling.step.read_filters(slots) == filters
+    step, group = runner.flashsampling.step, Group()
+    recorded = graphs_of(SLOTS, group) if graphs else None
+    step = VllmStep(step.head, step.sampler, step.state, step.device, group, graphs=recorded)
+    runner.flashsampling.step = step
+    runner._dummy_sampler_run(torch.randn(3, D))
+    calls.clear()
+    requests = {kind: (PROMPT, params[kind]) for kind in kinds}
+    runner.add(**requests)
+    for _ in range(3):
+        step_and_check(runner, kinds, requests)
+    assert calls
+    for _, request in calls:
+        assert {*FILTERS} & {*request} == filters
+    assert not graphs or "bias" in kinds or recorded.replays == 2
 
 
 def test_a_warm_up_that_fails(monkeypatch, caplog):
