@@ -156,10 +156,11 @@ def test_any_call_of_ranks(impl, compiled):
         else:
             draw(Part(Peer(vocab), BACKENDS[impl], [(0, first), (first, vocab)], 1, vocab), step)
 
-    warm, used = set(), set()
+    warm: set[tuple[str, object]] = set()
+    used: set[tuple[str, object]] = set()
     for batch in (1, 8):
         calls, parsed = engine_calls(batch, vocab)
-        warm = warm.union(*(compiled(run, parsed(call), batch) for call in calls))
+        warm |= set().union(*(compiled(run, parsed(call), batch) for call in calls))
     for batch in (1, 2, 5, 8):
         (*_, everything), parsed = engine_calls(batch, vocab)
         few = tuple(part[:, :FEW_BIASES].contiguous() for part in everything["logit_bias"])

@@ -231,7 +231,8 @@ def test_requests_come_and_go(name):
         runner.cudagraph_manager = SimpleNamespace(hidden_states=buffers[0])
         runner.input_buffers = SimpleNamespace(positions=buffers[1])
     running: list[str] = []
-    requests, outputs, old = {}, {}, []
+    requests, old = {}, []
+    outputs: dict[str, list[int]] = {}
     last: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number in range(30):
         if number % 3 == 0:
