@@ -1,6 +1,7 @@
 """The plug-in on two and three ranks that share an LM head as vLLM shards it, over gloo: what one rank that has all of
 it draws, and ranks of which one does something else. Three processes, once."""
 
+import contextlib
 import dataclasses
 import functools
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from flashsampling import open_groups, ops
 from flashsampling.integrations.engine.graphs import _Recording
 from flashsampling.integrations.engine.head import Layers
 from flashsampling.integrations.engine.request_info import RequestState
-from flashsampling.integrations.vllm import counters
+from flashsampling.integrations.vllm import Refused, counters
 from flashsampling.integrations.vllm.head import find_head
 from flashsampling.integrations.vllm.request_info import VllmRules, pack_mask
 from flashsampling.integrations.vllm.runner import VllmSampler, open_group
@@ -40,9 +41,10 @@ LEFT_TO_VLLM = {"words": (PROMPT, SamplingParams(bad_words_token_ids=[[3, 4]], l
 SLOTS = len(REQUESTS) + len(LEFT_TO_VLLM)
 HEADS = {"plain": {}, "changed": {"bias": True, "scale": 0.5, "soft_cap": 4.0}}
 SHARDS = {  # ranks, rows of each, and the head: vLLM pads the vocabulary so that every rank has as many
+    "two": (2, 192, "plain"),
     "three": (3, 112, "changed"),  # no word of a mask ends where the second shard does
     "one of three has nothing": (3, 192, "plain"),
-    "two, with graphs": (2, 192, "plain"),
+    "graphs": (2, 192, "plain"),
 }
 
 
@@ -138,8 +140,13 @@ ASKED = SamplingParams(
     seed=1, top_p=0.5, logprobs=0, presence_penalty=0.5, logit_bias={3: 1.0}, allowed_token_ids=[*range(99)]
 )
 DIFFERENT = {  # what rank 1's request has instead, and what the error says
+    "top_p": ({"top_p": 0.75}, ["top_p"]),
+    "logprobs": ({"logprobs": 2}, ["top_logprobs"]),
     "no logprobs": ({"logprobs": None}, ["return_logprobs", "top_logprobs"]),
+    "penalty": ({"presence_penalty": 0.25}, ["presence_penalty"]),
     "bias": ({"logit_bias": {3: 2.0}}, ["logit_bias"]),
+    "allowed": ({"allowed_token_ids": [3]}, ["token_mask"]),
+    "top_k": ({"top_k": 5}, ["top_k"]),
     "seed": ({"seed": None}, ["seed"]),
 }
 
@@ -167,8 +174,8 @@ def different_ranks(rank):
     return said
 
 
-def warm_up_that_fails(rank):
-    """On rank 1, in the middle: all ranks say so, and go vLLM's way."""
+def warm_up_that_fails(rank, chosen):
+    """On rank 1, in the middle: all ranks say so, and go vLLM's way if they may."""
     group, calls, real = dist.new_group(), [], ops.sample_sharded  # whose connections a time-out closes
 
     def fails(*args):
@@ -182,11 +189,27 @@ def warm_up_that_fails(rank):
         patch.setattr(plugin, "TensorParallel", functools.partial(TensorParallel, timeout=3.0))
         patch.setattr(ops, "sample_sharded", fails)
         runner = runner_of("plain", RANKS, 112, group)
-        patch.setenv("FLASHSAMPLING_VLLM", "auto")
-        runner._dummy_sampler_run(torch.zeros(4, D))
+        patch.setenv("FLASHSAMPLING_VLLM", chosen)
+        with pytest.raises(Refused, match="no room") if chosen == "require" else contextlib.nullcontext():
+            runner._dummy_sampler_run(torch.zeros(4, D))
     assert len(calls) >= 3
     assert type(runner) is fakes.Runner
     assert "no room" in counters(SimpleNamespace(model_runner=runner))["refused"]
+
+
+def different_drafts(rank):
+    """They agree on every token, and would accept so many each."""
+    runner = runner_of("plain", RANKS, 112, dist.group.WORLD, MOST)
+    runner.add(a=(PROMPT, SamplingParams(seed=1)), b=(PROMPT, SamplingParams(seed=2)))
+    runner.batch({"a": 3, "b": 3})
+    said = []
+    for drafts in ([7, 8 if rank == 1 else 9], [7]):
+        batch = runner.batch({"a": 1, "b": 1}, {"b": drafts})
+        with pytest.raises(TensorParallelMismatch) as raised:
+            runner.sample(states_of(batch), batch, None)
+        said.append((raised.value.rank, raised.value.failure.differs))
+    runner.shutdown()
+    return said
 
 
 def different_drafts_in_the_last_step(rank, group):
@@ -265,19 +288,21 @@ def rank_main(rank, folder, queue):
     results = {}
     for shards, (ranks, rows, head) in SHARDS.items():
         if rank < ranks:
-            runner = runner_of(head, ranks, rows, pair if ranks == 2 else dist.group.WORLD, graphs=ranks == 2)
+            runner = runner_of(head, ranks, rows, pair if ranks == 2 else dist.group.WORLD, graphs=shards == "graphs")
             runner._dummy_sampler_run(torch.zeros(4, D))
-            results[shards] = steps_of(runner, ranks == 2)
+            results[shards] = steps_of(runner, shards == "two")
             runner.shutdown()
             assert runner.flashsampling.step.tp._closed
-            assert ranks != 2 or runner.flashsampling.step.graphs.replays > 3
+            assert shards != "graphs" or runner.flashsampling.step.graphs.replays > 3
     if rank < 2:
         found = with_drafts(pair)
         check_both(*found)
         results["drafts"] = repr(found[1])
         results["last step"] = different_drafts_in_the_last_step(rank, pair)
         results["recording"] = recording_that_fails(rank, pair)
-    warm_up_that_fails(rank)
+    results["different drafts"] = different_drafts(rank)
+    for chosen in ("require", "auto"):
+        warm_up_that_fails(rank, chosen)
     results["different"] = different_ranks(rank)
     assert not open_groups._open
     queue.put((rank, results))
@@ -289,7 +314,7 @@ def test_ranks(tmp_path):
     queue = context.SimpleQueue()
     ranks = mp.spawn(rank_main, args=(tmp_path, queue), nprocs=RANKS, join=False)
     assert ranks is not None
-    wanted = {shards: steps_of(runner_of(head), ranks == 2) for shards, (ranks, _, head) in SHARDS.items()}
+    wanted = {shards: steps_of(runner_of(head), shards == "two") for shards, (_, _, head) in SHARDS.items()}
     results: dict[int, Any] = {}
     while not ranks.join(timeout=1):
         while not queue.empty():
@@ -313,6 +338,7 @@ def test_ranks(tmp_path):
     assert results[0]["drafts"] == results[1]["drafts"]  # every bit that is printed
     assert results[0]["recording"] == results[1]["recording"]
     assert results[0]["last step"] == results[1]["last step"] == (("draft_token_ids",), [[0], [0]], 1)
+    assert all(each["different drafts"] == [(1, ("draft_token_ids",))] * 2 for each in results.values())
 
 
 def check_steps(steps, wanted):
