@@ -56,7 +56,7 @@ class BatchCache(NamedTuple):
     needs: int  # of all rows together
     top_logprobs: int | None  # of the row with the most; None: no row asks for any, its token's included
     rows: Rows
-    filters: dict[str, Any] | None  # of several ranks: the filters that any row has
+    filters: tuple[str, ...]  # of a call: all; over several ranks those that any row has
     params: dict[tuple[int, int | None], SamplingParams]  # by needs and top log-probabilities of a step
 
 
@@ -65,7 +65,7 @@ class StepCall(NamedTuple):
 
     batch: Batch
     rows: Rows
-    filters: dict[str, Any] | None
+    filters: tuple[str, ...]
     needs: int
     top_logprobs: int | None
 
@@ -94,7 +94,7 @@ class FusedStep:
         """Returns what the rows need together, their top log-probabilities, and parameters, in ``out`` if given."""
         raise NotImplementedError
 
-    def read_filters(self, requests: Any, rows: Rows) -> dict[str, Any]:
+    def read_filters(self, requests: Any) -> tuple[str, ...]:
         """Returns the filters that any row has, for several ranks."""
         raise NotImplementedError
 
@@ -150,7 +150,7 @@ class FusedStep:
             if self.graphs is not None and batch <= self.graphs.most:
                 out = self.graphs.packed_rows(graph_size(batch, self.graphs.most))
             needs, top, rows = self.read_requests(requests, out)
-            filters = None if self.tp is None else self.read_filters(requests, rows)
+            filters = FILTERS if self.tp is None else self.read_filters(requests)
             self.batch_cache = BatchCache(key, needs, top, rows, filters, {})
         return self.batch_cache
 
@@ -175,16 +175,14 @@ class FusedStep:
 
     def _replay_graph(self, call: StepCall, graphs: Graphs) -> SampleOutput:
         """Draws by a CUDA graph of the cached step. All that the graph reads has a fixed place."""
-        batch, filters = call.batch, call.filters or {}
-        count = len(batch.positions)
+        batch, count = call.batch, len(call.batch.positions)
         size = graph_size(count, graphs.most)
-        numbers = tuple((name, None if isinstance(value, Tensor) else value) for name, value in filters.items())
         inputs = graphs.hidden_states, graphs.positions
         # ranks have the same inputs in padding rows too
         if batch.buffers is not None and self.tp is None and size <= min(map(len, batch.buffers)):
             inputs = batch.buffers
         states, positions = inputs
-        kind = size, call.needs, call.top_logprobs, numbers, states.data_ptr(), positions.data_ptr()
+        kind = size, call.needs, call.top_logprobs, call.filters, states.data_ptr(), positions.data_ptr()
         step = graphs.step(kind, self.head.weight, lambda: self._captured_step(call, graphs, size, inputs))
         if inputs is not batch.buffers:
             states[:count].copy_(batch.hidden_states)
@@ -204,10 +202,8 @@ class FusedStep:
         states, positions = inputs
         requests, slots = np.resize(call.batch.requests, size), graphs.slots[:size]
         batch = Batch(states[:size], positions[:size], requests, None, slots=slots)
-        rows, filters = unpack_rows(graphs.packed_rows(size), size, self.row_names), call.filters
-        if filters is not None:
-            filters = {name: rows[name] if isinstance(value, Tensor) else value for name, value in filters.items()}
-        params = self._params(call._replace(batch=batch, rows=rows, filters=filters))
+        rows = unpack_rows(graphs.packed_rows(size), size, self.row_names)
+        params = self._params(call._replace(batch=batch, rows=rows))
         if params.token_mask is not None:
             params = params._replace(token_mask=graphs.masks(self.words)[:size])
         return CapturedStep(params, functools.partial(self._run, batch, rows, params))
@@ -236,10 +232,10 @@ class FusedStep:
         batch, rows, needs, request = call.batch, call.rows, call.needs, self.head.arguments()
         if not needs:
             return request
-        names: tuple[str, ...] = FILTERS if needs & Needs.FILTERS and call.filters is None else ()
+        names = call.filters if needs & Needs.FILTERS else ()
         names += ("joint_top_p",) if needs & Needs.JOINT else ()
         names += PENALTIES if needs & Needs.PENALTIES else ()
-        request |= {name: rows[name] for name in names} | (call.filters or {})
+        request |= {name: rows[name] for name in names}
         if needs & Needs.BIASES:
             request |= self._bias_arguments(batch)
         if needs & Needs.MASK:

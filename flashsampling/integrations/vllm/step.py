@@ -79,19 +79,16 @@ class VllmStep(FusedStep):
         top = int(states.num_logprobs[requests].max()) if needs & Needs.LOGPROBS else None
         return needs, top, unpack_rows(packed, len(requests), self.row_names)
 
-    def read_filters(self, requests: NDArray[np.int32], rows: Rows) -> dict[str, Any]:
+    def read_filters(self, requests: NDArray[np.int32]) -> tuple[str, ...]:
         """Returns the filters that any row has. A greedy row's token is the same with all of them."""
         states = self.sampler.sampling_states
         drawn = requests[states.temperature.np[requests] > 0.0]
-        top_k: NDArray[np.int32] = states.top_k.np[drawn]  # the size of the vocabulary where there is none
-        filters: dict[str, Any] = {}
-        if (top_k < self.head.vocab_size).any():
-            filters["top_k"] = rows["top_k"]
-        if (states.top_p.np[drawn] < 1.0).any():
-            filters["top_p"] = rows["top_p"]
-        if (states.min_p.np[drawn] > 0.0).any():
-            filters["min_p"] = rows["min_p"]
-        return filters
+        has = (
+            states.top_k.np[drawn] < self.head.vocab_size,  # the size of the vocabulary where there is none
+            states.top_p.np[drawn] < 1.0,
+            states.min_p.np[drawn] > 0.0,
+        )
+        return tuple(name for name, rows in zip(FILTERS, has) if rows.any())
 
     def read_biases(self, batch: Batch) -> tuple[Sequence[BiasRow], NDArray[np.int64] | None]:
         """With drafts stop tokens are forbidden everywhere, until ``bias_values`` allows them."""

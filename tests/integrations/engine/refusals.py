@@ -7,6 +7,10 @@ import pytest
 from flashsampling.integrations.engine.plugin import Refused
 
 
+class Panic(BaseException):
+    """Stands for an error of a Rust extension."""
+
+
 def refused_words(plugin, act, monkeypatch, caplog, error=Refused):
     """Returns the words in which ``act``, run in both modes, says why nothing is fused."""
     caplog.clear()

@@ -10,12 +10,11 @@ from flashsampling.integrations import sglang, vllm
 from flashsampling.integrations.engine import plugin
 from flashsampling.integrations.engine.plugin import Plugin, Refused, StepCounts, describe, switch
 from flashsampling.integrations.engine.request_info import FallbackReason
+from tests.conftest import run_python
+
+from .refusals import Panic
 
 MINE = Plugin("Engine", "FLASHSAMPLING_TEST", "tests.plugin")
-
-
-class Panic(BaseException):
-    """Stands for an error of a Rust extension."""
 
 
 class Wordless(Exception):
@@ -153,3 +152,11 @@ def test_a_bad_value_at_an_entry_point(variable, monkeypatch, caplog):
     assert record.getMessage().startswith(f"flashsampling: nothing is fused: {variable} must be auto, require ")
     assert record.getMessage().endswith("got 'nonsense'")
     assert sys.meta_path == finders
+
+
+def test_plug_ins_import_no_engine():
+    """Where they are off, and no kernels."""
+    code = "import sys; from flashsampling.integrations import sglang, vllm; sglang.register(); vllm.register(); "
+    code += "from flashsampling.integrations.sglang import runner; from flashsampling.integrations.vllm import runner; "
+    code += "tops = {name.split('.')[0] for name in sys.modules}; "
+    run_python(code + "assert not tops & {'sglang', 'vllm', 'triton', 'cutlass'}")

@@ -23,9 +23,8 @@ pytest.importorskip("tests.integrations.sglang.fake_packages", exc_type=ImportEr
 
 from sglang.srt.layers import logits_processor as processors
 from sglang.srt.layers import sampler as samplers
-from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -36,8 +35,8 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 from flashsampling.integrations.engine import head as engines
-from flashsampling.integrations.sglang import counters, head, load, register, settings
-from flashsampling.integrations.sglang.request_info import DETERMINISTIC_SEED, read_request
+from flashsampling.integrations.sglang import counters, load, register, settings
+from flashsampling.integrations.sglang.request_info import DETERMINISTIC_SEED
 from flashsampling.integrations.sglang.runner import _NEWER
 
 from . import fakes
@@ -499,19 +498,3 @@ def test_a_grammar_of_xgrammar():
     assert counters(made)["fused"] == 1
     alone, _ = step(made, scheduled(made, reqs[:1], False), states[:1])
     assert int(tokens[0]) == int(alone)
-
-
-def test_a_request_keeps_what_was_noted():
-    made, req = runner_of(), req_of()
-    first = read_request(req, made.flashsampling.rules)
-    assert read_request(req, made.flashsampling.rules) is first
-    assert read_request(req_of(), made.flashsampling.rules).row.seed != first.row.seed
-
-
-def test_heads_and_quantisation():
-    model = Model()
-    layers = engines.Layers(processors.LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
-    made, _ = head.find_head(model, layers)
-    assert made.vocab_size == V
-    assert made.weight.shape[0] > V  # padded
-    assert engines.check_speed(made, "SGLang") == "streaming"

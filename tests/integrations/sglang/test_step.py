@@ -19,7 +19,7 @@ from flashsampling.integrations.sglang import Refused, counters, load, settings
 from flashsampling.integrations.sglang import runner as runner_module
 from flashsampling.integrations.sglang.runner import _NEWER, check_runner
 
-from ..engine.refusals import refused_words
+from ..engine.refusals import Panic, refused_words
 from . import fakes
 from .fakes import LEFT, CaptureHiddenMode, ForwardBatch, ForwardMode, Grammar, Req, SamplingParams
 
@@ -197,57 +197,60 @@ def fresh(req):
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-@pytest.mark.parametrize("name", SERVED)
-def test_a_request_of_every_served_kind(name, graphs):
-    """In a prefill and three steps: the tokens of what the user wrote, and no row of logits made."""
-    runner = runner_of(graphs=graphs)
-    req = Req(PROMPT, SERVED[name])
-    states = states_of(len(PROMPT) + 3)
-    reqs = [req]
-    for drawn in range(4):
-        batch = decode(reqs, drawn) if drawn else extend(reqs)
-        position = len(PROMPT) - 1 + drawn
-        tokens, output = step(runner, batch, states[position : position + 1] if drawn else states[: len(PROMPT)])
-        assert tokens.tolist() == expected(runner, states[position], req, position).token_ids.tolist()
-        assert output.hidden_states is None
+def test_a_request_of_every_served_kind(graphs):
+    """Alone, in a prefill and a step: the tokens of what the user wrote, and no row of logits made."""
+    runner, states = runner_of(graphs=graphs), states_of(len(PROMPT) + 1)
+    for params in SERVED.values():
+        req = Req(PROMPT, params)
+        for batch, some in ((extend([req]), states[:-1]), (decode([req]), states[-1:])):
+            tokens, output = step(runner, batch, some)
+            wanted = expected(runner, some[-1], req, int(batch.seq_lens) - 1)
+            assert tokens.tolist() == wanted.token_ids.tolist()
+            assert output.hidden_states is None
     assert runner.model.logits_processor.rows == 0
-    assert counters(runner) == {"fused": 4, "left": 0, "split": 0, "reasons": {}, "undefined_rows": 0}
-
-
-def test_prompts_of_several_lengths_in_one_prefill():
-    runner = runner_of()
-    reqs = [Req([1] * (1 + row), params) for row, params in enumerate(SERVED.values())]
-    for mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
-        batch = extend(reqs, mode)
-        states = states_of(len(batch.positions))
-        tokens, _ = step(runner, batch, states)
-        last = batch.extend_seq_lens.cumsum(0) - 1
-        for row, req in enumerate(reqs):
-            assert tokens[row] == expected(runner, states[last[row]], req, row).token_ids
-    assert runner.model.logits_processor.rows == 0
+    fused = 2 * len(SERVED)
+    assert counters(runner) == {"fused": fused, "left": 0, "split": 0, "reasons": {}, "undefined_rows": 0}
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-@pytest.mark.parametrize("name", LEFT_TO_SGLANG)
-def test_a_request_of_every_kind_that_is_left(name, graphs, caplog):
-    """All of its batch goes SGLang's way, with SGLang's logits; the reason is counted, and said once."""
-    runner = runner_of(graphs=graphs, enable_custom_logit_processor=True)
-    reqs = [Req(PROMPT, SamplingParams()), fresh(LEFT_TO_SGLANG[name]), Req(PROMPT, SamplingParams(temperature=0.0))]
-    states = states_of(3)
-    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
-        for batch in (decode(reqs), decode(reqs, 2)):
-            tokens, output = step(runner, batch, states)
-            assert tokens.tolist() == [LEFT] * 3
-            assert output.hidden_states is None
-    reason = name.split(", ")[0]
-    torch.testing.assert_close(runner.left[0], (states @ runner.model.lm_head.weight.T)[:, :V])
-    assert counters(runner) == {"fused": 0, "left": 2, "split": 0, "reasons": {reason: 2}, "undefined_rows": 0}
-    assert [record.getMessage() for record in caplog.records] == [
-        f"flashsampling: SGLang samples where a request has {reason} (said once)"
-    ]
-    tokens, _ = step(runner, decode([reqs[0], reqs[2]]), states[[0, 2]])  # and without it the batch is fused
+def test_a_request_of_every_kind_that_is_left(graphs, caplog):
+    """All of its batch goes SGLang's way, with SGLang's logits; the reason is counted, and said once. Beside a seeded
+    request the token of that is the one that it has alone; all other rows are SGLang's, log-probabilities too."""
+    runner, states = runner_of(graphs=graphs, enable_custom_logit_processor=True), states_of(4)
+    logits = (states @ runner.model.lm_head.weight.T)[:, :V]
+    seeded = Req(PROMPT, SamplingParams(sampling_seed=5, temperature=1.3), return_logprob=True, top=2)
+    greedy, quiet = Req(PROMPT, SamplingParams(temperature=0.0)), Req(PROMPT, SERVED["min_new_tokens"])
+    alone = {
+        position: [expected(runner, states[row], req, position) for row, req in ((1, seeded), (3, quiet))]
+        for position in (len(PROMPT) - 1, len(PROMPT))
+    }
+    for name, kind in LEFT_TO_SGLANG.items():
+        runner.flashsampling.counts.clear()
+        runner.left.clear()
+        caplog.clear()
+        reqs = [Req(PROMPT, SamplingParams()), fresh(kind), greedy]
+        with caplog.at_level(logging.INFO, "sglang.flashsampling"):
+            for batch in (decode(reqs), decode(reqs, 2)):
+                tokens, output = step(runner, batch, states[:3])
+                assert tokens.tolist() == [LEFT] * 3
+                assert output.hidden_states is None
+        reason = name.split(", ")[0]
+        torch.testing.assert_close(runner.left[0], logits[:3])
+        counted = {"fused": 0, "left": 2, "split": 0, "reasons": {reason: 2}, "undefined_rows": 0}
+        assert counters(runner) == counted
+        assert caplog.messages == [f"flashsampling: SGLang samples where a request has {reason} (said once)"]
+        reqs = [Req(PROMPT, SamplingParams()), seeded, reqs[1], quiet]
+        for batch, some in ((decode(reqs), states), (extend(reqs), states.repeat_interleave(4, dim=0))):
+            tokens, output = step(runner, batch, some)
+            ours, other = alone[int(batch.seq_lens[-1]) - 1]
+            assert tokens.tolist() == [LEFT, int(ours.token_ids), LEFT, int(other.token_ids)]
+            assert output.next_token_logprobs[[0, 2, 3]].tolist() == [-2.0] * 3
+            torch.testing.assert_close(output.next_token_logprobs[1], ours.processed_logprobs[0])
+            assert output.next_token_top_logprobs_idx[1].tolist() == [LEFT] * 2
+        assert counters(runner)["split"] == 2
+    tokens, _ = step(runner, decode([reqs[0], greedy]), states[:2])  # and without it the batch is fused
     assert counters(runner)["fused"] == 1
-    assert int(tokens[1]) == int(runner.left[0][2].argmax())
+    assert int(tokens[1]) == int(logits[1].argmax())
 
 
 def test_every_reason_has_a_test():
@@ -255,30 +258,6 @@ def test_every_reason_has_a_test():
     newer = FallbackReason.BEAMS, FallbackReason.SUPPORT, FallbackReason.ALIGNED  # of 0.5.23
     tested |= {reason.text for reason in newer}
     assert tested == {reason.text for reason in SGLANG_FALLBACKS}
-
-
-@pytest.mark.parametrize("name", LEFT_TO_SGLANG)
-def test_a_seeded_request_beside_one_that_is_left(name):
-    """Its token is the one that it has alone; all other rows are SGLang's, log-probabilities too."""
-    runner = runner_of(enable_custom_logit_processor=True)
-    seeded = Req(PROMPT, SamplingParams(sampling_seed=5, temperature=1.3), return_logprob=True, top=2)
-    quiet = Req(PROMPT, SERVED["top_p"])
-    reqs = [Req(PROMPT, SamplingParams()), seeded, fresh(LEFT_TO_SGLANG[name]), quiet]
-    states = states_of(4)
-    for batch, some in ((decode(reqs), states), (extend(reqs), states.repeat_interleave(4, dim=0))):
-        position = len(PROMPT) if batch.forward_mode.is_decode() else len(PROMPT) - 1
-        tokens, output = step(runner, batch, some)
-        alone = expected(runner, states[1], seeded, position)
-        assert tokens.tolist() == [
-            LEFT,
-            int(alone.token_ids),
-            LEFT,
-            int(expected(runner, states[3], quiet, position).token_ids),
-        ]
-        assert output.next_token_logprobs[[0, 2, 3]].tolist() == [-2.0] * 3
-        torch.testing.assert_close(output.next_token_logprobs[1], alone.processed_logprobs[0])
-        assert output.next_token_top_logprobs_idx[1].tolist() == [LEFT] * 2
-    assert counters(runner)["split"] == 2
 
 
 def test_a_request_without_a_seed_keeps_the_one_that_it_gets():
@@ -456,12 +435,12 @@ def test_requests_join_and_leave():
     reqs = {name: Req(PROMPT, params) for name, params in SERVED.items()}
     reqs["grammar"] = Req(PROMPT, SamplingParams(sampling_seed=20), grammar=Grammar([*range(0, V, 7)]))
     states = {
-        (name, drawn): states_of(1, seed)[0] for seed, (name, drawn) in enumerate(itertools.product(reqs, range(9)))
+        (name, drawn): states_of(1, seed)[0] for seed, (name, drawn) in enumerate(itertools.product(reqs, range(4)))
     }
     got: dict[str, list[int]] = {name: [] for name in reqs}
-    steps = (len(reqs) - 1) // 3 + 9
+    steps = (len(reqs) - 1) // 3 + 4
     for at in range(steps):
-        drawn = {name: at - row // 3 for row, name in enumerate(reqs) if row // 3 <= at < row // 3 + 9}
+        drawn = {name: at - row // 3 for row, name in enumerate(reqs) if row // 3 <= at < row // 3 + 4}
         running = [*drawn] if at % 2 else [*reversed(drawn)]
         batch = decode([reqs[name] for name in running])
         batch.seq_lens = torch.tensor([len(PROMPT) + drawn[name] for name in running])
@@ -470,7 +449,7 @@ def test_requests_join_and_leave():
         for name, token in zip(running, tokens.tolist()):
             got[name].append(token)
     for name, req in reqs.items():
-        alone = [int(expected(runner, states[name, d], req, len(PROMPT) - 1 + d).token_ids) for d in range(9)]
+        alone = [int(expected(runner, states[name, d], req, len(PROMPT) - 1 + d).token_ids) for d in range(4)]
         assert got[name] == alone
     assert runner.flashsampling.counters()["fused"] == steps
 
@@ -540,10 +519,6 @@ def test_models_that_do_more_are_left_as_they_were(make, words, graphs, monkeypa
     monkeypatch.setenv(settings.PLUGIN.variable, "require")
     with pytest.raises(Refused, match=words):
         step(loaded(make(), graphs), decode([Req(PROMPT, SamplingParams())]), states_of(1))
-
-
-class Panic(BaseException):
-    """Stands for an error of a Rust extension."""
 
 
 def fails(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""The plug-in's two kernels compile for every architecture we name, without a GPU. In a process of its own."""
+"""The plug-in's two kernels compile for the oldest architecture, without a GPU. In a process of its own."""
 
 import pytest
 
@@ -9,13 +9,12 @@ from tests.kernels.triton.target import output_of
 pytestmark = pytest.mark.every_triton
 
 COMPILE = """
-import sys
 import torch
 from flashsampling.integrations.engine.kernels import sanitize_kernel
 from flashsampling.integrations.vllm.kernels import counts_kernel
 from tests.kernels.triton.target import compile_only
 
-compiled = compile_only(int(sys.argv[1]))
+compiled = compile_only(80)
 vocab = 151936
 counts, mask = torch.zeros(3, vocab, dtype=torch.int32), torch.zeros(3, vocab // 32, dtype=torch.int32)
 ones, slots = torch.ones(2), torch.zeros(2, dtype=torch.int32)
@@ -29,10 +28,8 @@ print(len(compiled), min(len(kernel.asm["cubin"]) for kernel in compiled), *vect
 """
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_compiles(capability, tmp_path):
-    printed = output_of(COMPILE, capability, cache=tmp_path)
+def test_compiles(tmp_path):
+    printed = output_of(COMPILE, cache=tmp_path)
     count, least, loads, stores = map(int, printed.split())
     assert count == 2
     assert least > 1000

@@ -416,17 +416,6 @@ def test_drafts_are_processed_as_by_vllms_sampler(chosen, monkeypatch):
             torch.testing.assert_close(got.logprobs[place], own.logprobs_tensors.logprobs[place], rtol=0, atol=1e-4)
 
 
-def test_decisions_about_real_parameters():
-    rules = VllmRules(V, raw_logprobs=True)
-    assert parse_request(SamplingParams(min_p=0.1, top_p=0.9), 3, rules).reason == FallbackReason.MIN_P_TOP_P
-    assert (
-        parse_request(SamplingParams(min_p=0.1, top_p=0.9, temperature=0), 3, rules).reason == FallbackReason.SERVED
-    )  # vLLM drops filters of greedy ones
-    assert all(
-        parse_request(SamplingParams(**kind), 3, rules).reason == FallbackReason.SERVED for kind in KINDS.values()
-    )
-
-
 @pytest.fixture(scope="module")
 def one_rank():
     """vLLM's groups of one process, and a configuration: layers ask for both when they are made."""

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
-import itertools
 import logging
 import sys
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from flashsampling.exchange_protocol import WHOLE
 from flashsampling.integrations.engine import step as engine_step
 from flashsampling.integrations.engine.graphs import Graphs, _Recording
 from flashsampling.integrations.engine.head import Layers
-from flashsampling.integrations.engine.kernel_variants import PENALTIES, default_rows
+from flashsampling.integrations.engine.kernel_variants import FILTERS, PENALTIES, default_rows
 from flashsampling.integrations.engine.request_info import FALLBACK_REASONS, RequestState
 from flashsampling.integrations.vllm import Refused, counters, load
 from flashsampling.integrations.vllm import runner as plugin
@@ -33,7 +32,7 @@ from flashsampling.integrations.vllm.runner import FusedRunner, Vllm, VllmSample
 from flashsampling.integrations.vllm.settings import KNOWN, PLUGIN
 from flashsampling.integrations.vllm.step import Grammar, VllmStep, read_counts
 from flashsampling.outputs import SampleResult
-from flashsampling.token_counts import Counted, num_token_groups
+from flashsampling.token_counts import num_token_groups
 
 from ..engine.refusals import refused_words
 from . import fakes
@@ -99,6 +98,12 @@ def runner_of(model=None, free=None, logprobs_mode="raw_logprobs", vocab_size=V,
 def states_of(batch):
     """Hidden states of all tokens and of the padding, of which every row is another."""
     return torch.randn(batch.num_tokens + 3, D, generator=torch.Generator().manual_seed(batch.num_tokens))
+
+
+def grammar_of(names, bits):
+    """Masks of these bits for requests with these names; two words wider than the vocabulary, as vLLM's may be."""
+    words = [pack_mask(V, bits[name].nonzero()[:, 0].tolist(), []) for name in names]
+    return fakes.GrammarOutput(names, np.pad(np.stack(words), ((0, 0), (0, 2))))
 
 
 def expected(runner, states, params, prompt=(), output=(), position=0, mask=None, **more):
@@ -201,52 +206,89 @@ def step_and_check(runner, tokens, requests, masks=None, grammar=None, outputs=N
     return batch, output
 
 
-def test_parameters_change_what_is_drawn():
-    """Shows that the test above fails for a plug-in that forgets parameters."""
-    runner = runner_of()
-    for name, params in SERVED.items():
-        if name in ("plain", "greedy", "logprobs_0", "logprobs"):
-            continue
-        plain = SamplingParams(seed=params.seed)
-        for _ in range(40):
-            states = torch.randn(D)
-            drawn = [expected(runner, states, each, PROMPT, range(0, 200, 2)).token_ids for each in (params, plain)]
-            if drawn[0] != drawn[1]:
-                break
-        else:
-            pytest.fail(name)
+BIASED = {"bias", "many_biases", "min_tokens", "everything"}  # their batches are calls
+SCENARIOS = {  # kinds; graphs; rows of the buffers that vLLM's own graphs write to; the logits processor
+    "calls": (SERVED.keys(), False, 0, SCALED),
+    "launches": (SERVED.keys() - BIASED, False, 0, {}),
+    "graphs": (SERVED.keys() - BIASED, True, 0, {}),
+    "graphs that read few rows in place": (SERVED.keys() - BIASED, True, 4, {}),
+    "graphs that read all rows in place": (SERVED.keys() - BIASED, True, SLOTS, SCALED),
+}
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("order", [0, 1, 2])
-def test_mixed_batches_read_their_own_slots(order, graphs):
-    """In several orders of rows, several steps, requests that come and go: all kinds in one batch, eight at a time."""
-    runner = runner_of(graphs=graphs)
-    rng, waiting = np.random.default_rng(order), dict(SERVED)
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_requests_come_and_go(name):
+    """Requests of all kinds, alone at first, in slots used again and any order of rows; a batch may stay for some
+    steps, over which counts grow. Some rows have a grammar, some batches lie in vLLM's own buffers, and the weight is
+    replaced once. Every row gets the token that it gets alone, and no step writes to what an earlier one returned."""
+    kinds, graphs, room, processor = SCENARIOS[name]
+    runner = runner_of(fakes.Model(V, D, **processor), graphs=graphs)
+    step, rng = runner.flashsampling.step, np.random.default_rng(0)
+    waiting = {kind: params for kind, params in SERVED.items() if kind in kinds}
+    buffers = torch.full((room, D), float("nan")), torch.full((room,), 77)
+    if room:
+        runner.cudagraph_manager = SimpleNamespace(hidden_states=buffers[0])
+        runner.input_buffers = SimpleNamespace(positions=buffers[1])
     running: list[str] = []
+    requests, old = {}, []
     outputs: dict[str, list[int]] = {}
-    requests = {}
-    for _ in range(25):
-        if not waiting:
-            break
-        while waiting and len(running) < SLOTS:
-            name = list(waiting)[int(rng.integers(len(waiting)))]
-            prompt = rng.integers(0, V, int(rng.integers(1, 6))).tolist()
-            requests[name] = prompt, waiting.pop(name)
-            runner.add(**{name: requests[name]})
-            running.append(name)
-            outputs[name] = []
-        rng.shuffle(running)
-        tokens = {name: len(requests[name][0]) if not runner.lengths[name] else 1 for name in running}
-        batch, output = step_and_check(runner, tokens, requests, outputs=outputs)
-        for row, name in enumerate(batch.req_ids):  # as vLLM's ``post_update``
-            token = int(output.sampled_token_ids[row])
-            outputs[name].append(token)
-            runner.sampler.penalties_state.output_bin_counts[runner.req_states.req_id_to_index[name], token] += 1
-        if len(outputs[running[0]]) > 3 or rng.random() < 0.5:  # done, or aborted: its slot goes to the next
-            runner.finish(running.pop(0))
+    last: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number in range(30):
+        if number % 3 == 0:
+            for _ in range(2 if len(running) > SLOTS - 3 else 0):
+                runner.finish(running.pop(int(rng.integers(len(running)))))
+            for kind in map(str, rng.permutation([*waiting])[: 2 if number else 1]):
+                prompt = rng.integers(0, V, int(rng.integers(1, 6))).tolist()
+                requests[kind], outputs[kind] = (prompt, waiting.pop(kind)), []
+                runner.add(**{kind: requests[kind]})
+                running.append(kind)
+            rng.shuffle(running)
+        if number == 20:  # vLLM loads another weight; a graph reads the one that it was recorded with
+            old = [] if step.graphs is None else [*step.graphs._recorded.values()]
+            weight = step.head.layer.weight
+            step.head.layer.weight = torch.nn.Parameter(weight.flip(0).clone(), requires_grad=False)
+        batch = runner.batch({each: 1 if runner.lengths[each] else len(requests[each][0]) for each in running})
+        states = states_of(batch)
+        if batch.num_tokens == len(running) <= room and number % 3:
+            for buffer, now in zip(buffers, (states, batch.positions)):
+                buffer[: len(running)] = now[: len(running)]
+            states = buffers[0][: len(running)]
+            batch = dataclasses.replace(batch, positions=buffers[1][: len(running)])
+        free = [each for each in running if requests[each][1].logprobs is None]
+        masks = {each: torch.from_numpy(rng.random(V) < 0.5) for each in free if number % 3 == 2 and rng.random() < 0.3}
+        nobody = fakes.GrammarOutput([], np.zeros((0, 11), np.int32)) if number % 2 else None
+        grammar = grammar_of([*reversed(masks)], masks) if masks else nobody
+        output, num_sampled, num_rejected = runner.sample(states, batch, grammar)
+        assert (num_sampled.tolist(), num_rejected.tolist()) == ([1] * len(running), [0] * len(running))
+        check_rows(runner, batch, states, output, requests, outputs, masks)
+        assert all(torch.equal(now.nan_to_num(), before.nan_to_num()) for now, before in last)
+        tensors = [*vars(output).values(), *vars(output.logprobs_tensors or output).values()]
+        last = [(each, each.clone()) for each in tensors if is_tensor(each)]
+        for params in step.batch_cache.params.values():  # counts are as large as logits
+            assert params.counts is None or not params.counts.untyped_storage().nbytes()
+        for each, slot in zip(running, batch.idx_mapping.tolist()):  # as vLLM's ``post_update``, but many tokens
+            outputs[each] += (counted := [(number * 37 + 3 * i) % V for i in range(60)])
+            runner.sampler.penalties_state.output_bin_counts[slot, counted] += 1
     assert not waiting
     assert not runner.left
+    assert counters(SimpleNamespace(model_runner=runner))["fused"] == 30
+    if graphs:
+        assert step.graphs.replays > 10
+        assert old
+        assert not {*map(id, old)} & {*map(id, step.graphs._recorded.values())}
+        mine, theirs = step.graphs.hidden_states.data_ptr(), buffers[0].data_ptr()
+        assert {states for *_, states, _ in step.graphs._recorded} == {mine, *([theirs] if room else [])}
+        assert {kind[0] for kind in step.graphs._recorded} <= {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_batch_of_one_kind(name):
+    """No batch mate asks for what a kind needs."""
+    runner, params = runner_of(), SERVED[name]
+    requests = {f"{i}": (PROMPT, dataclasses.replace(params, seed=i)) for i in range(4)}
+    runner.add(**requests)
+    step_and_check(runner, dict.fromkeys(requests, len(PROMPT)), requests)
 
 
 def test_parameters_are_copied_once_for_a_batch(monkeypatch):
@@ -277,114 +319,6 @@ def test_parameters_are_copied_once_for_a_batch(monkeypatch):
         assert runner.req_states.req_id_to_index[name] == slot
         step(name, "a", expect=count)
     step("a", expect=5)
-
-
-@pytest.mark.quick(2)
-@pytest.mark.parametrize(("processor", "graphs"), [(SCALED, True), (SCALED, False), ({}, False), ({}, True)], ids=str)
-def test_steps_of_a_batch_that_stays(processor, graphs, monkeypatch):
-    """Later steps of a batch draw what each row draws alone, for every kind beside a mate and for as many kinds as
-    there are slots. Counts grow from step to step."""
-    model = fakes.Model(V, D, **processor)
-    kinds, again = list(SERVED), []
-
-    def noted(drawn_again):
-        def call(*args):
-            again.append(args)
-            return drawn_again(*args)
-
-        return call
-
-    for names in [
-        *([name, "plain"] for name in kinds if name != "plain"),
-        kinds[:SLOTS],
-        kinds[-SLOTS:],
-        ["top_k", "min_p", "plain"],
-    ]:
-        runner = runner_of(model, graphs=graphs)
-        step = runner.flashsampling.step
-        way = "_replay_graph" if graphs else "_draw_cached"
-        monkeypatch.setattr(step, way, noted(getattr(step, way)))
-        requests = {name: (PROMPT, SERVED[name]) for name in names}
-        runner.add(**requests)
-        outputs: dict[str, list[int]] = {name: [] for name in names}
-        last: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for number in range(4):
-            tokens = dict.fromkeys(names, 1 if number else len(PROMPT))
-            batch, output = step_and_check(runner, tokens, requests, outputs=outputs)
-            for theirs, were in last:  # nothing of it was written to again
-                assert torch.equal(theirs, were)
-            tensors = [output.sampled_token_ids, output.num_sampled, output.num_rejected]
-            if output.logprobs_tensors is not None:
-                tensors += filter(is_tensor, vars(output.logprobs_tensors).values())
-            last = [(each, each.clone()) for each in tensors]
-            for held in step.batch_cache.params.values():
-                assert held.counts is None or not held.counts.untyped_storage().nbytes()
-            for name, row in zip(batch.req_ids, batch.idx_mapping.tolist()):  # many tokens, so that they matter
-                counted = [(number * 37 + 3 * i) % V for i in range(60)]
-                outputs[name] += counted
-                runner.sampler.penalties_state.output_bin_counts[row, counted] += 1
-        assert counters(SimpleNamespace(model_runner=runner))["fused"] == 4
-        if graphs and len(names) == 3:
-            assert step.graphs.replays == 3
-    assert len(again) > 3 * 8
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("room", [0, 3, SLOTS])
-def test_graphs_of_batches_that_change(room):
-    """A replay serves other sizes, requests, rows, masks and weights: each row gets its own token. ``room``: rows of
-    the buffers that vLLM's own graphs write to, in two thirds of the steps; other rows of the buffers are ignored."""
-    runner = runner_of(graphs=True)
-    buffers = torch.full((room, D), float("nan")), torch.full((room,), 77)
-    if room:
-        runner.cudagraph_manager = SimpleNamespace(hidden_states=buffers[0])
-        runner.input_buffers = SimpleNamespace(positions=buffers[1])
-    kinds = ["plain", "hot", "greedy", "top_k", "allowed", "repetition", "logprobs", "bad_words"]
-    requests = {name: (PROMPT, SERVED[name]) for name in kinds}
-    runner.add(**requests)
-    step, rng = runner.flashsampling.step, np.random.default_rng(0)
-    forgotten, forget = [], step.graphs.forget
-
-    def forgetting():
-        forgotten.append(len(step.graphs._recorded))
-        forget()
-
-    step.graphs.forget = forgetting
-    for number in range(60):
-        names = [*map(str, rng.permutation(kinds)[: rng.integers(1, SLOTS + 1)])]
-        batch = runner.batch(dict.fromkeys(names, 1))
-        states = states_of(batch)
-        if len(names) <= room and number % 3:
-            for each, now in zip(buffers, (states, batch.positions)):
-                each[: len(names)] = now[: len(names)]
-            states, batch = buffers[0][: len(names)], dataclasses.replace(batch, positions=buffers[1][: len(names)])
-        if number == 40:  # as where vLLM loads another one
-            weight = step.head.layer.weight
-            step.head.layer.weight = torch.nn.Parameter(weight.flip(0).clone(), requires_grad=False)
-        masks = {
-            name: torch.from_numpy(rng.random(V) < 0.7) for name in names if name != "logprobs" and rng.random() < 0.2
-        }
-        grammar = grammar_of([*masks], masks) if masks else None
-        check_rows(runner, batch, states, runner.sample(states, batch, grammar)[0], requests, masks=masks)
-    assert 10 < step.graphs.replays < 59
-    assert not runner.left
-    assert len(forgotten) == 2  # at first, and of the other weight: a graph reads the one that it was recorded with
-    assert forgotten[0] == 0 < forgotten[1]
-    mine, theirs = step.graphs.hidden_states.data_ptr(), buffers[0].data_ptr()
-    assert {states for *_, states, _ in step.graphs._recorded} == {mine, *([theirs] if room else [])}
-    assert {kind[0] for kind in step.graphs._recorded} <= {1, 2, 4, 8}
-
-
-def test_a_mask_of_nobody_s_is_not_in_a_graph():
-    """Some mixes have masks that no row of theirs wants; rows beyond the batch's when it was recorded are a request's
-    later."""
-    runner = runner_of(free=[*reversed(range(SLOTS))], graphs=True)
-    requests = {"allowed": (PROMPT, SERVED["allowed"])}  # in slot 0
-    requests |= {str(i): (PROMPT, SamplingParams(seed=i, repetition_penalty=1.2, logprobs=2)) for i in range(4)}
-    runner.add(**requests)
-    for names in ("012", "012", "0123", "3210"):
-        step_and_check(runner, names, requests)
-    assert runner.flashsampling.step.graphs.replays == 3
 
 
 def test_there_are_not_more_graphs_than_some(monkeypatch):
@@ -500,34 +434,6 @@ def test_other_reasons():
         ["drafts"],
         ["logprobs with a grammar", "a grammar of another shape", "min_tokens with a grammar"],
     ]
-
-
-def grammar_of(names, bits):
-    """Masks of these bits for requests with these names; two words wider than the vocabulary, as vLLM's may be."""
-    words = [pack_mask(V, bits[name].nonzero()[:, 0].tolist(), []) for name in names]
-    return fakes.GrammarOutput(names, np.pad(np.stack(words), ((0, 0), (0, 2))))
-
-
-@pytest.mark.parametrize("graphs", [False, True])
-def test_grammars(graphs):
-    """A mask for some rows, in an order of its own, beside masks and biases of requests."""
-    runner = runner_of(graphs=graphs)
-    names = ["plain", "allowed", "bad_words", "greedy", "everything", "bias"]
-    requests = {name: (PROMPT, dataclasses.replace(SERVED[name], logprobs=None)) for name in names}
-    runner.add(**requests)
-    batch = runner.batch(dict.fromkeys(reversed(names), 4))
-    states = states_of(batch)
-    constrained = ["everything", "plain", "allowed", "greedy"]
-    bits = {name: torch.rand(V, generator=torch.Generator().manual_seed(i)) < 0.5 for i, name in enumerate(constrained)}
-    bits["allowed"][31] = True
-    grammar = grammar_of(constrained, bits)
-    output, *_ = runner.sample(states, batch, grammar)
-    check_rows(runner, batch, states, output, requests, masks=bits)
-    free, *_ = runner.sample(states, batch, None)
-    assert free.sampled_token_ids.tolist() != output.sampled_token_ids.tolist()
-    nobody, *_ = runner.sample(states, batch, fakes.GrammarOutput([], grammar.grammar_bitmask[:0]))
-    assert nobody.sampled_token_ids.tolist() == free.sampled_token_ids.tolist()
-    assert not runner.left
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -799,14 +705,11 @@ def test_warm_up_covers_all_arguments(calls, monkeypatch):
     monkeypatch.setattr(engine_step, "warmup_mixes", noted)
     runner_of()._dummy_sampler_run(torch.randn(5, D))
     calls.clear()
-    pairs = [*itertools.combinations_with_replacement(SERVED, 2)]
-    threes = [("bias", "allowed", other) for other in ("top_k", "repetition", "penalised_top_k")]
-    for names in (*pairs, *threes):
+    for names in ["plain"], *zip(SERVED), ["bias", "many_biases"]:
         runner = runner_of()
-        requests = {f"{i}": (PROMPT, SERVED[name]) for i, name in enumerate(names)}
-        runner.add(**requests)
-        step_and_check(runner, reversed(requests), requests)
-    assert len(calls) == len(pairs) + len(threes)
+        runner.add(**{name: (PROMPT, SERVED[name]) for name in names})
+        batch = runner.batch(dict.fromkeys(names, 1))
+        runner.sample(states_of(batch), batch, None)
     assert all(request.get("top_logprobs", 1) > 0 for _, request in calls)  # of none there would be another kernel
     assert {kind for _, request in calls for kind in kinds(request)} == warm
 
@@ -824,64 +727,57 @@ def test_a_grammar_alone_is_a_mask_alone(calls):
     assert [set(request) for _, request in calls] == [{"token_mask"}, set(), penalties, penalties, {"logit_bias"}]
 
 
-# What a call of several ranks has: a filter only if a row has it
-SHARED = {
-    "plain": (["plain", "hot", "greedy"], None, {}),
-    "one top_k": (["top_k"], None, {"top_k": torch.Tensor}),
-    "one top_k but for a greedy row": (["top_k", "greedy"], None, {"top_k": torch.Tensor}),
-    "a row without top_k": (["top_k", "plain"], None, {"top_k": torch.Tensor}),
-    "two top_k": (["top_k", "penalised_top_k"], None, {"top_k": torch.Tensor, "token_counts": Counted}),
-    "top_p": (["top_p", "plain"], None, {"top_p": torch.Tensor}),
-    "top_k and top_p": (["top_k_top_p"], None, {"top_k": torch.Tensor, "top_p": torch.Tensor}),
-    "min_p": (["min_p"], None, {"min_p": torch.Tensor}),
-    "a grammar": (["plain", "hot"], "hot", {"token_mask": torch.Tensor}),
-    "logprobs": (["logprobs_0"], None, {"return_logprobs": True, "top_logprobs": 1}),
-    "logprobs and top_k": (["logprobs"], None, {"return_logprobs": True, "top_logprobs": 5, "top_k": torch.Tensor}),
-    "biases": (["bias"], None, {}),
-    "many biases": (["many_biases"], None, {}),
-}
+class Group:
+    """One rank that has the whole head."""
+
+    first_token, last_token, vocab_size, num_rows = 0, V, V, 384
+    part, skipped_calls = (V, WHOLE), 0
+
+    def check(self, *, collective):
+        assert collective
+
+    def raise_if_unusable(self):
+        pass
+
+    def __exit__(self, kind, error, trace):
+        raise AssertionError(error)
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_what_several_ranks_ask_for(name, calls, monkeypatch):
-    """A call has what its rows need."""
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(
+    ("kinds", "filters"),
+    [
+        (["plain", "hot", "greedy", "repetition"], set()),
+        (["top_k", "plain"], {"top_k"}),
+        (["top_k", "penalised_top_k", "min_p"], {"top_k", "min_p"}),
+        (["top_k_top_p", "bias"], {"top_k", "top_p"}),
+        (["top_p", "greedy_top_k", "logprobs_0"], {"top_p"}),
+    ],
+)
+def test_filters_that_ranks_ask_for(kinds, filters, graphs, calls, monkeypatch):
+    """A filter that no drawn row has costs time and changes nothing."""
 
-    class Group:
-        first_token, last_token, vocab_size, num_rows = 0, V, V, 384
-        part = V, WHOLE
-
-        def check(self, *, collective):
-            assert collective
-
-        def __exit__(self, kind, error, trace):
-            raise AssertionError(error)
-
-    def unsharded(states, weight, *, tp=None, **request):
+    def unsharded(states, weight, *, tp, **request):
         return flashsampling.sample(states, weight, **{"vocab_size": V, **request})
 
-    model, group = fakes.Model(V, D), Group()
     monkeypatch.setattr(engine_step, "sample", unsharded)
     monkeypatch.setattr(ops, "sample_sharded", lambda inputs, tp: ops.sample(inputs, ""))
     monkeypatch.setattr(engine_step, "warmup_mixes", lambda *_, **__: ["kernel"])
-    runner, whole = runner_of(model), runner_of(model)
-    step = runner.flashsampling.step
-    runner.flashsampling.step = VllmStep(step.head, step.sampler, step.state, step.device, group)
+    runner, params = runner_of(), SERVED | {"greedy_top_k": SamplingParams(temperature=0.0, top_k=3)}
+    step, group = runner.flashsampling.step, Group()
+    recorded = graphs_of(SLOTS, group) if graphs else None
+    step = VllmStep(step.head, step.sampler, step.state, step.device, group, graphs=recorded)
+    runner.flashsampling.step = step
     runner._dummy_sampler_run(torch.randn(3, D))
     calls.clear()
-    names, constrained, wanted = SHARED[name]
-    requests = {each: (PROMPT, SERVED[each]) for each in names}
-    mask = np.full((1, 11), 3, np.int32)
-    grammar = fakes.GrammarOutput([constrained], mask) if constrained else None
-    tokens = []
-    for each in (runner, whole):
-        each.add(**requests)
-        batch = each.batch(dict.fromkeys(names, 4))
-        tokens.append(each.sample(states_of(batch), batch, grammar)[0].sampled_token_ids.tolist())
-    assert tokens[0] == tokens[1]
-    (call,) = (request for tp, request in calls if tp is group)
-    others = {"temperature", "seed", "offset", "logit_bias", *PENALTIES}
-    kinds = {key: type(value) if isinstance(value, (torch.Tensor, Counted)) else value for key, value in call.items()}
-    assert {key: kind for key, kind in kinds.items() if key not in others} == wanted
+    requests = {kind: (PROMPT, params[kind]) for kind in kinds}
+    runner.add(**requests)
+    for _ in range(3):
+        step_and_check(runner, kinds, requests)
+    assert calls
+    for _, request in calls:
+        assert {*FILTERS} & {*request} == filters
+    assert not graphs or "bias" in kinds or recorded.replays == 2
 
 
 def test_a_warm_up_that_fails(monkeypatch, caplog):
