@@ -1,5 +1,5 @@
-"""The machine on which the Hopper kernel runs without a GPU: what is wrong is found, and instructions that Triton's
-compiler writes, and the Hopper kernel has not, do what PTX says. Those that it has, its own tests would miss."""
+"""The machine on which the Hopper kernel runs without a GPU: what is wrong is found; arithmetic, and instructions that
+Triton's compiler writes and the Hopper kernel has not, do what PTX says."""
 
 import contextlib
 import math
@@ -70,6 +70,80 @@ def launch(kernel, threads, words=((0, 0, 0, 0),)):
 
 def bits(x):
     return int(np.float32(x).view(np.uint32))
+
+
+def pairs(values, to_word=lambda x: x):
+    return [(to_word(a), to_word(b), to_word(c), 0) for a in values for b in values for c in (values[2], values[-3])]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "expected"),
+    [
+        ("add.s32", lambda a, b, c: a + b),
+        ("sub.s32", lambda a, b, c: a - b),
+        ("mul.lo.s32", lambda a, b, c: a * b),
+        ("mul.hi.s32", lambda a, b, c: (a * b) >> 32),
+        ("mad.lo.s32", lambda a, b, c: a * b + c),
+        ("min.s32", lambda a, b, c: min(a, b)),
+        ("max.u32", lambda a, b, c: max(a % 2**32, b % 2**32)),
+        ("and.b32", lambda a, b, c: a & b),
+        ("xor.b32", lambda a, b, c: a ^ b),
+        ("shl.b32", lambda a, b, c: a << (b % 2**32) if b % 2**32 < 32 else 0),
+        ("shr.u32", lambda a, b, c: a % 2**32 >> min(b % 2**32, 32)),
+        ("shr.s32", lambda a, b, c: a >> min(b % 2**32, 31)),
+        ("shf.l.wrap.b32", lambda a, b, c: ((b % 2**32 << 32 | a % 2**32) << c % 32) >> 32),
+        ("not.b32", lambda a, b, c: ~a),
+        ("neg.s32", lambda a, b, c: -a),
+        ("abs.s32", lambda a, b, c: abs(a)),
+        ("popc.b32", lambda a, b, c: (a % 2**32).bit_count()),
+    ],
+)
+def test_integers(instruction, expected):
+    words = pairs(INTS)
+    name = instruction.split(".")[0]
+    sources = {"mad": 3, "shf": 3, "not": 1, "neg": 1, "abs": 1, "popc": 1}.get(name, 2)
+    operands = ", ".join(["%r1", "%r2", "%r3"][:sources])
+    got = run(f"{instruction} %r9, {operands}; cvt.u64.u32 %rd9, %r9;", words)
+    assert got.tolist() == [expected(*word[:3]) % 2**32 for word in words]
+
+
+def as_words(x):
+    """Bits of float32, NaN as what arithmetic gives."""
+    x = np.asarray(x, np.float32)
+    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), x.view(np.uint32))
+
+
+@np.errstate(all="ignore")
+def test_floats():
+    words = pairs(FLOATS, bits)
+    a, b = (np.array([word[n] for word in words], np.uint32).view(np.float32) for n in range(2))
+    nan = np.isnan(a) | np.isnan(b)
+    zeros = (a == 0) & (b == 0)
+    least = np.where(zeros, np.where(np.signbit(a) | np.signbit(b), -0.0, 0.0), np.minimum(a, b))
+    most = np.where(zeros, np.where(np.signbit(a) & np.signbit(b), -0.0, 0.0), np.maximum(a, b))
+    expected = {
+        "add.f32 %r9, %r1, %r2;": a + b,
+        "add.rn.f32 %r9, %r1, %r2;": a + b,
+        "sub.rn.f32 %r9, %r1, %r2;": a - b,
+        "mul.f32 %r9, %r1, %r2;": a * b,
+        "div.rn.f32 %r9, %r1, %r2;": a / b,
+        "neg.f32 %r9, %r1; add.f32 %r9, %r9, %r2;": b - a,
+        "abs.f32 %r9, %r1; mul.f32 %r9, %r9, 0f3F800000;": np.abs(a),
+        "min.f32 %r9, %r1, %r2;": np.where(np.isnan(a), b, np.where(np.isnan(b), a, least)),
+        "max.NaN.f32 %r9, %r1, %r2;": most,
+        "cvt.rn.f32.u32 %r9, %r1;": a.view(np.uint32).astype(np.float64).astype(np.float32),
+    }  # fmt: skip
+    for code, values in expected.items():
+        got = run(code + " cvt.u64.u32 %rd9, %r9;", words)
+        assert np.array_equal(got.astype(np.uint32), as_words(values)), code
+    near_one = bits(1 + 2.0**-12), bits(1 + 2.0**-12), bits(-(1 + 2.0**-11)), 0
+    assert run("fma.rn.f32 %r9, %r1, %r2, %r3; cvt.u64.u32 %rd9, %r9;", [near_one])[0] == bits(2.0**-24)  # rounded once
+    for how, values in {
+        "eq": a == b, "ne": (a != b) & ~nan, "lt": a < b, "ge": a >= b, "equ": (a == b) | nan, "neu": (a != b) | nan,
+        "ltu": (a < b) | nan, "geu": (a >= b) | nan, "leu": (a <= b) | nan, "num": ~nan, "nan": nan,
+    }.items():  # fmt: skip
+        got = run(f"setp.{how}.f32 %p1, %r1, %r2; selp.b64 %rd9, 1, 0, %p1;", words)
+        assert np.array_equal(got != 0, values), how
 
 
 def test_fields_of_bits():
