@@ -1,5 +1,5 @@
-"""The machine on which the Hopper kernel runs without a GPU: instructions do what PTX says, and what is wrong is
-found."""
+"""The machine on which the Hopper kernel runs without a GPU: what is wrong is found; arithmetic, and instructions that
+Triton's compiler writes and the Hopper kernel has not, do what PTX says."""
 
 import contextlib
 import math
@@ -107,15 +107,43 @@ def test_integers(instruction, expected):
     assert got.tolist() == [expected(*word[:3]) % 2**32 for word in words]
 
 
-@pytest.mark.parametrize("kind", ["s32", "u32"])
-@pytest.mark.parametrize("operation", ["div", "rem"])
-def test_division(operation, kind):
-    words = [word for word in pairs(INTS) if word[1]]
-    got = run(f"{operation}.{kind} %r9, %r1, %r2; cvt.u64.u32 %rd9, %r9;", words)
-    for (a, b, *_), x in zip(words, got.tolist(), strict=True):
-        a, b = (a, b) if kind == "s32" else (a % 2**32, b % 2**32)
-        quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-        assert x == (quotient if operation == "div" else a - quotient * b) % 2**32
+def as_words(x):
+    """Bits of float32, NaN as what arithmetic gives."""
+    x = np.asarray(x, np.float32)
+    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), x.view(np.uint32))
+
+
+@np.errstate(all="ignore")
+def test_floats():
+    words = pairs(FLOATS, bits)
+    a, b = (np.array([word[n] for word in words], np.uint32).view(np.float32) for n in range(2))
+    nan = np.isnan(a) | np.isnan(b)
+    zeros = (a == 0) & (b == 0)
+    least = np.where(zeros, np.where(np.signbit(a) | np.signbit(b), -0.0, 0.0), np.minimum(a, b))
+    most = np.where(zeros, np.where(np.signbit(a) & np.signbit(b), -0.0, 0.0), np.maximum(a, b))
+    expected = {
+        "add.f32 %r9, %r1, %r2;": a + b,
+        "add.rn.f32 %r9, %r1, %r2;": a + b,
+        "sub.rn.f32 %r9, %r1, %r2;": a - b,
+        "mul.f32 %r9, %r1, %r2;": a * b,
+        "div.rn.f32 %r9, %r1, %r2;": a / b,
+        "neg.f32 %r9, %r1; add.f32 %r9, %r9, %r2;": b - a,
+        "abs.f32 %r9, %r1; mul.f32 %r9, %r9, 0f3F800000;": np.abs(a),
+        "min.f32 %r9, %r1, %r2;": np.where(np.isnan(a), b, np.where(np.isnan(b), a, least)),
+        "max.NaN.f32 %r9, %r1, %r2;": most,
+        "cvt.rn.f32.u32 %r9, %r1;": a.view(np.uint32).astype(np.float64).astype(np.float32),
+    }  # fmt: skip
+    for code, values in expected.items():
+        got = run(code + " cvt.u64.u32 %rd9, %r9;", words)
+        assert np.array_equal(got.astype(np.uint32), as_words(values)), code
+    near_one = bits(1 + 2.0**-12), bits(1 + 2.0**-12), bits(-(1 + 2.0**-11)), 0
+    assert run("fma.rn.f32 %r9, %r1, %r2, %r3; cvt.u64.u32 %rd9, %r9;", [near_one])[0] == bits(2.0**-24)  # rounded once
+    for how, values in {
+        "eq": a == b, "ne": (a != b) & ~nan, "lt": a < b, "ge": a >= b, "equ": (a == b) | nan, "neu": (a != b) | nan,
+        "ltu": (a < b) | nan, "geu": (a >= b) | nan, "leu": (a <= b) | nan, "num": ~nan, "nan": nan,
+    }.items():  # fmt: skip
+        got = run(f"setp.{how}.f32 %p1, %r1, %r2; selp.b64 %rd9, 1, 0, %p1;", words)
+        assert np.array_equal(got != 0, values), how
 
 
 def test_fields_of_bits():
@@ -165,79 +193,6 @@ def test_doubles():
         assert np.array_equal(got != 0, expected), how
 
 
-def test_wide_integers():
-    words = [(a, b, c, d) for a in INTS[::2] for b in INTS[1::3] for c in INTS[::3] for d in INTS[::4]]
-    first = [(a % 2**32) | (b % 2**32) << 32 for a, b, *_ in words]
-    second = [(c % 2**32) | (d % 2**32) << 32 for *_, c, d in words]
-
-    def signed(x):
-        return x - 2**64 if x >> 63 else x
-
-    for instruction, expected in {
-        "add.s64 %rd9, %rd5, %rd6;": lambda x, y, a: x + y,
-        "max.s64 %rd9, %rd5, %rd6;": lambda x, y, a: max(signed(x), signed(y)),
-        "shr.s64 %rd9, %rd5, 33;": lambda x, y, a: signed(x) >> 33,
-        "shr.u64 %rd9, %rd5, 33;": lambda x, y, a: x >> 33,
-        "mad.lo.s64 %rd9, %rd5, %rd6, 5;": lambda x, y, a: x * y + 5,
-        "mul.wide.s32 %rd9, %r1, -7;": lambda x, y, a: a * -7,
-        "mul.wide.u32 %rd9, %r1, 7;": lambda x, y, a: a % 2**32 * 7,
-        "cvt.s64.s32 %rd9, %r1;": lambda x, y, a: a,
-        "mad.wide.s32 %rd9, %r1, -7, %rd6;": lambda x, y, a: a * -7 + y,
-        "mul.hi.s64 %rd9, %rd5, %rd6;": lambda x, y, a: signed(x) * signed(y) >> 64,
-        "mul.hi.u64 %rd9, %rd5, %rd6;": lambda x, y, a: x * y >> 64,
-        "min.relu.s32 %r9, %r1, 100; cvt.u64.u32 %rd9, %r9;": lambda x, y, a: max(min(a, 100), 0),
-        "cvt.u16.u64 %rs1, %rd5; mul.wide.s16 %r9, %rs1, 3; cvt.s64.s32 %rd9, %r9;": lambda x, y, a: (
-            ((x + 2**15) % 2**16 - 2**15) * 3
-        ),
-        "cvt.s8.s32 %rs1, %r1; cvt.s32.s16 %r9, %rs1; cvt.s64.s32 %rd9, %r9;": lambda x, y, a: (a + 128) % 256 - 128,
-        "setp.lt.s64 %p1, %rd5, %rd6; selp.b64 %rd9, %rd5, 9, %p1;": lambda x, y, a: x if signed(x) < signed(y) else 9,
-        "{.reg .b32 %r1; mov.b64 {_, %r1}, %rd5; cvt.u64.u32 %rd9, %r1;}": lambda x, y, a: x >> 32,
-    }.items():
-        got = run(instruction, words).view(np.uint64).tolist()
-        assert got == [expected(x, y, word[0]) % 2**64 for x, y, word in zip(first, second, words, strict=True)], (
-            instruction
-        )
-
-
-def as_words(x):
-    """Bits of float32, NaN as what arithmetic gives."""
-    x = np.asarray(x, np.float32)
-    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), x.view(np.uint32))
-
-
-@np.errstate(all="ignore")
-def test_floats():
-    words = pairs(FLOATS, bits)
-    a, b = (np.array([word[n] for word in words], np.uint32).view(np.float32) for n in range(2))
-    nan = np.isnan(a) | np.isnan(b)
-    zeros = (a == 0) & (b == 0)
-    least = np.where(zeros, np.where(np.signbit(a) | np.signbit(b), -0.0, 0.0), np.minimum(a, b))
-    most = np.where(zeros, np.where(np.signbit(a) & np.signbit(b), -0.0, 0.0), np.maximum(a, b))
-    expected = {
-        "add.f32 %r9, %r1, %r2;": a + b,
-        "add.rn.f32 %r9, %r1, %r2;": a + b,
-        "sub.rn.f32 %r9, %r1, %r2;": a - b,
-        "mul.f32 %r9, %r1, %r2;": a * b,
-        "div.rn.f32 %r9, %r1, %r2;": a / b,
-        "neg.f32 %r9, %r1; add.f32 %r9, %r9, %r2;": b - a,
-        "abs.f32 %r9, %r1; mul.f32 %r9, %r9, 0f3F800000;": np.abs(a),
-        "min.f32 %r9, %r1, %r2;": np.where(np.isnan(a), b, np.where(np.isnan(b), a, least)),
-        "max.NaN.f32 %r9, %r1, %r2;": most,
-        "cvt.rn.f32.u32 %r9, %r1;": a.view(np.uint32).astype(np.float64).astype(np.float32),
-    }  # fmt: skip
-    for code, values in expected.items():
-        got = run(code + " cvt.u64.u32 %rd9, %r9;", words)
-        assert np.array_equal(got.astype(np.uint32), as_words(values)), code
-    near_one = bits(1 + 2.0**-12), bits(1 + 2.0**-12), bits(-(1 + 2.0**-11)), 0
-    assert run("fma.rn.f32 %r9, %r1, %r2, %r3; cvt.u64.u32 %rd9, %r9;", [near_one])[0] == bits(2.0**-24)  # rounded once
-    for how, values in {
-        "eq": a == b, "ne": (a != b) & ~nan, "lt": a < b, "ge": a >= b, "equ": (a == b) | nan, "neu": (a != b) | nan,
-        "ltu": (a < b) | nan, "geu": (a >= b) | nan, "leu": (a <= b) | nan, "num": ~nan, "nan": nan,
-    }.items():  # fmt: skip
-        got = run(f"setp.{how}.f32 %p1, %r1, %r2; selp.b64 %rd9, 1, 0, %p1;", words)
-        assert np.array_equal(got != 0, values), how
-
-
 @np.errstate(all="ignore")
 def test_approximate_floats(monkeypatch):
     """Flushed to zero, and within half a unit in the last place, or some more where that is asked for."""
@@ -254,24 +209,6 @@ def test_approximate_floats(monkeypatch):
             sloppy = run(code, words).astype(np.uint32).view(np.float32)
         np.testing.assert_allclose(sloppy, exact.astype(np.float32), rtol=3e-7)
         assert (sloppy != got).mean() > 0.3
-
-
-def test_bfloat16_pairs():
-    """Sums of products that are rounded once, and words cut down to 16 bits."""
-    generator = np.random.default_rng(0)
-    x = generator.standard_normal((3, 2, 320)).astype(np.float32) * 2.0 ** generator.integers(-20, 20, (3, 2, 320))
-    halves = [[torch.tensor(row).bfloat16() for row in pair] for pair in x]
-    packed = [(a.view(torch.int16).int() & 0xFFFF) | b.view(torch.int16).int() << 16 for a, b in halves]
-    words = torch.stack([*packed, packed[0]], dim=1).tolist()
-    got = run("fma.rn.bf16x2 %r9, %r1, %r2, %r3; cvt.u64.u32 %rd9, %r9;", words)
-    for half in range(2):
-        a, b, c = (values[half].double() for values in halves)
-        found = torch.tensor((got >> 16 * half).astype(np.int16)).view(torch.bfloat16).double()
-        exact = a * b + c
-        assert ((found - exact).abs() <= exact.abs() * 2.0**-8).all()  # half a unit
-    floats = [(bits(a), bits(b), 0, 0) for a, b in zip(x[0, 0], x[0, 1], strict=True)]
-    got = run("cvt.rz.bf16x2.f32 %r9, %r1, %r2; prmt.b32 %r9, %r9, %r9, 0x1032; cvt.u64.u32 %rd9, %r9;", floats)
-    assert got.tolist() == [a >> 16 | b >> 16 << 16 for a, b, *_ in floats]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -304,66 +241,6 @@ def test_halves_are_converted(dtype, kind):
     got = run(f"cvt.u16.u32 %rs1, %r1; cvt.f32.{kind} %r9, %rs1; cvt.u64.u32 %rd9, %r9;", words)
     found = got.astype(np.uint32).view(np.float32)
     assert np.array_equal(found, halves.float().numpy(), equal_nan=True)
-
-
-def test_threads_of_a_warp():
-    words = [(n * 7 % 32, n, 3 * n - 40, 0) for n in range(64)]
-    a, c = (np.array([word[n] for word in words]).reshape(2, 32) for n in (0, 2))
-    lanes = np.arange(32)
-
-    def both(of_warp):
-        return np.concatenate([np.broadcast_to(of_warp(warp), 32) for warp in range(2)]).tolist()
-
-    for code, expected in {
-        "shfl.sync.bfly.b32 %r9, %r3, 5, 31, -1;": both(lambda w: c[w][lanes ^ 5]),
-        "shfl.sync.idx.b32 %r9, %r3, %r1, 31, -1;": both(lambda w: c[w][a[w]]),
-        "shfl.sync.up.b32 %r9, %r3, 3, 0, -1;": both(lambda w: np.where(lanes >= 3, c[w][lanes - 3], c[w])),
-        "shfl.sync.down.b32 %r9, %r3, 3, 31, -1;": both(lambda w: np.where(lanes < 29, c[w][(lanes + 3) % 32], c[w])),
-        "setp.lt.s32 %p1, %r3, 0; vote.sync.ballot.b32 %r9, %p1, -1;": both(lambda w: ((c[w] < 0) << lanes).sum()),
-        "setp.lt.s32 %p1, %r3, 0; vote.sync.any.pred %p2, %p1, -1; selp.b32 %r9, 1, 0, %p2;": both(
-            lambda w: (c[w] < 0).any()
-        ),
-        "redux.sync.max.s32 %r9, %r3, -1;": both(lambda w: c[w].max()),
-        "redux.sync.add.s32 %r9, %r3, -1;": both(lambda w: c[w].sum()),
-        "elect.sync %r8|%p1, -1; selp.b32 %r9, 1, 0, %p1;": both(lambda w: lanes == 0),
-        # those that took another way are not waited for, if the mask leaves them out
-        """and.b32 %r5, %r0, 1; mov.b32 %r9, -5; setp.eq.b32 %p1, %r5, 0; @%p1 bra EVEN;
-           redux.sync.add.s32 %r9, %r3, 0xAAAAAAAA; EVEN: bar.warp.sync -1;""": both(
-            lambda w: np.where(lanes % 2 == 1, c[w][1::2].sum(), -5)
-        ),
-    }.items():  # fmt: skip
-        for seed in range(5):
-            settings.seed = seed
-            assert run(code + " cvt.s64.s32 %rd9, %r9;", words).tolist() == expected, code
-
-
-@pytest.mark.parametrize("wait", ["bar.sync", "barrier.cta.sync"])
-def test_threads_of_a_cta(wait):
-    """Atomics of shared memory between named barriers; one that some only arrive at; a count of conditions."""
-    code = """
-  mov.b32 %r20, memory;
-  setp.ne.b32 %p1, %r0, 0;
-  @!%p1 st.shared.b32 [%r20], 0;
-  bar.sync 0;
-  atom.shared.cta.add.u32 %r21, [%r20], %r0;
-  and.b32 %r22, %r0, 1;
-  setp.eq.b32 %p2, %r22, 1;
-  { .reg .pred p; setp.ne.u32 p, %r22, 0; bar.red.popc.u32 %r23, 3, 128, p; }
-  setp.ge.u32 %p3, %r0, 64;
-  @%p3 bra LATER;
-  bar.arrive 1, 128;
-  mov.b64 %rd9, 0;
-  bra END;
-LATER:
-  WAIT 1, 128;
-  ld.shared.b32 %r24, [%r20];
-  mov.b64 %rd9, {%r24, %r23};
-END:
-""".replace("WAIT", wait)
-    for seed in range(5):
-        settings.seed = seed
-        got = run(code, [(0, 0, 0, 0)] * 128)
-        assert got.tolist() == [0] * 64 + [127 * 64 | 64 << 32] * 64
 
 
 def test_instructions_are_counted():
@@ -591,14 +468,14 @@ MUTATIONS = {
 @pytest.mark.parametrize("what", [None, *MUTATIONS])
 def test_a_wrong_pipeline_is_found(what, ptx, shape, monkeypatch):
     """The kernel itself is right in as many orders."""
-    problem = make_problem(8, 700, 1000, torch.device("cpu"), torch.bfloat16)
+    problem = make_problem(8, 200, 1000, torch.device("cpu"), torch.bfloat16)
     expected = problem.sample("reference")[:, 0]
     if what is not None:
         ptx, many = re.subn(*MUTATIONS[what], ptx)
         assert many
     kernel = hopper.HopperKernel(ptx, shape)
-    wrong = sum(not torch.equal(draw(kernel, problem.step(), seed, monkeypatch), expected) for seed in range(20))
-    assert bool(wrong) == (what is not None)
+    wrong = any(not torch.equal(draw(kernel, problem.step(), seed, monkeypatch), expected) for seed in range(20))
+    assert wrong == (what is not None)
 
 
 def draw(kernel, step: SampleInputs, seed, monkeypatch):

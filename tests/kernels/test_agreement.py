@@ -43,12 +43,12 @@ if ON_GPU:
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.quick(14)
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("batch", "vocab", "dim"), SHAPES)
-def test_ragged_shapes(impl, dtype, batch, vocab, dim, device):
-    check(impl, make_problem(of_a_compiled_shape(impl, dtype, batch), vocab, dim, device, dtype))
+def test_ragged_shapes(impl, batch, vocab, dim, device):
+    for dtype in DTYPES if ON_GPU else DTYPES[batch % 3 :][:1]:
+        check(impl, make_problem(of_a_compiled_shape(impl, dtype, batch), vocab, dim, device, dtype))
 
 
 @settings(max_examples=300 if ON_GPU else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -134,6 +134,8 @@ def one_column(impl, logits, temperature, num_samples, device):
     return problem
 
 
+# num_samples, since of several draws kernels evaluate every token
+ONE_AND_SEVERAL = [("reference", 1), ("streaming", 1), *((impl, n) for impl in KERNELS for n in (1, 2))]
 SPECIAL_ROWS = {  # the expected token, or None for "as the oracle"
     "ordinary": (0.0, {}, None),
     "nan": (0.0, {7: NAN}, -1),
@@ -151,9 +153,8 @@ SPECIAL_ROWS = {  # the expected token, or None for "as the oracle"
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
+@pytest.mark.parametrize(("impl", "num_samples"), ONE_AND_SEVERAL)
 @pytest.mark.parametrize("name", SPECIAL_ROWS)
-@pytest.mark.parametrize("num_samples", [1, 2])
 def test_special_rows(impl, name, num_samples, device):
     floor, logits, expected = SPECIAL_ROWS[name]
     problem = one_column(impl, column_of(floor, logits), [1.0], num_samples, device)
@@ -163,8 +164,7 @@ def test_special_rows(impl, name, num_samples, device):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
-@pytest.mark.parametrize("num_samples", [1, 2])
+@pytest.mark.parametrize(("impl", "num_samples"), ONE_AND_SEVERAL)
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 def test_undefined_rows_stay_alone(impl, num_samples, poison, device):
     """Trap 14: a special row gives its own answer, and its batch mates theirs."""
@@ -190,9 +190,8 @@ def test_nan_temperature_is_undefined_and_infinite_is_uniform(impl, device):
 BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
-@pytest.mark.quick(26)
-@pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
-@pytest.mark.parametrize("num_samples", [1, 2])
+@pytest.mark.quick(20)
+@pytest.mark.parametrize(("impl", "num_samples"), ONE_AND_SEVERAL)
 @pytest.mark.parametrize(
     ("floor", "logits", "expected"),
     [
@@ -213,8 +212,7 @@ def test_no_finite_logit_overflows(impl, num_samples, floor, logits, expected, d
     assert torch.equal(tokens, problem.sample("reference"))
 
 
-@pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
-@pytest.mark.parametrize("num_samples", [1, 2])
+@pytest.mark.parametrize(("impl", "num_samples"), ONE_AND_SEVERAL)
 def test_hot_rows_of_huge_and_of_infinite_logits(impl, num_samples, device):
     problem = one_column(impl, torch.full((300,), -1e38), [1e6, 1e20], num_samples, device)
     assert (problem.sample(impl) == 0).all()
@@ -250,7 +248,7 @@ def test_ties_go_to_the_lowest_id(impl, device):
 
 @pytest.mark.quick(8)
 @pytest.mark.parametrize("impl", ["reference", *IMPLEMENTATIONS])
-@pytest.mark.parametrize("temperature", [1e-3, 1e-4, 2e-6, 1.001e-6])
+@pytest.mark.parametrize("temperature", [1e-3, 2e-6, 1.001e-6])
 def test_low_temperatures_are_no_greedy_ones(impl, temperature, device):
     """Only below 1e-6 is a row greedy: above, equal logits are told apart by their noise, however little of it there
     is."""
@@ -304,7 +302,7 @@ ACROSS_CHUNKS = {
 
 
 @pytest.mark.parametrize("name", list(ACROSS_CHUNKS))
-@pytest.mark.parametrize(("impl", "num_samples"), [("streaming", 1), ("streaming", 3), ("reference", 1)])
+@pytest.mark.parametrize(("impl", "num_samples"), [("streaming", 1), ("streaming", 3)])
 def test_special_rows_across_streaming_s_chunks(impl, name, num_samples, device, monkeypatch):
     """Four chunks, the last a short one; a draw's state goes through all of them, and through blocks of draws."""
     from flashsampling.reference import streaming
@@ -376,18 +374,18 @@ def test_every_row_parameter_is_read_per_row(impl, device):
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("impl", KERNELS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES if ON_GPU else [torch.bfloat16])
 def test_kernels_are_bitwise_invariant_to_the_batch(impl, dtype, device):
     """Trap 3 and 11: a row alone, in any batch and in any place. Bit for bit, so over near ties too."""
     batch = 300 if ON_GPU else 40
     problem = make_problem(
-        batch, 2000 if ON_GPU else 300, 1544 if ON_GPU else 24, device, dtype, logit_std=0.3, impl=impl
+        batch, 2000 if ON_GPU else 200, 1544 if ON_GPU else 24, device, dtype, logit_std=0.3, impl=impl
     )
     problem.hidden_states[1] = NAN  # its programs take their slow paths; nobody else may notice
     together = problem.sample(impl)
     order = torch.randperm(batch).to(device)
     assert torch.equal(problem.rows(order).sample(impl), together[order])
-    for size in (1, 2, 15, 17, 33, 64, 65, 128, 200):
+    for size in (1, 2, 15, 17, 33, 64, 65, 128, 200) if ON_GPU else (1, 7, 33):
         size = of_a_compiled_shape(impl, dtype, size)
         if size < batch:
             assert torch.equal(problem.rows(slice(batch - size, batch)).sample(impl), together[-size:])
@@ -398,7 +396,7 @@ def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
     from flashsampling.kernels.triton.fused.config import TritonTileConfig, shape_for
     from flashsampling.kernels.triton.fused.launch import run
 
-    problem = make_problem(20, 5000 if ON_GPU else 700, 512 if ON_GPU else 64, device, dtype, logit_std=0.3)
+    problem = make_problem(20, 5000 if ON_GPU else 300, 512 if ON_GPU else 64, device, dtype, logit_std=0.3)
     expected = run(problem.step()).ids
     configs = [
         TritonTileConfig(128, 16, 32, 4, 3, 1, use_tma=False),
@@ -431,12 +429,12 @@ def test_triton_is_bitwise_invariant_to_the_tile(dtype, device):
 
 @pytest.mark.quick(1)
 @NEEDS_CUTE
-@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("dtype", DTYPES[1:] if ON_GPU else [torch.bfloat16])
 @pytest.mark.parametrize(
     ("batch", "vocab", "dim"),
     [(70, 5000, 1544), (70, 130, 64), (70, 40_000, 72), (300, 40_000, 72)]
     if ON_GPU
-    else [(40, 600, 968), (300, 1000, 72)],
+    else [(40, 300, 968), (300, 300, 72)],
 )
 def test_cute_is_bitwise_invariant_to_the_tile(dtype, batch, vocab, dim, device):
     from flashsampling.kernels.hopper import run

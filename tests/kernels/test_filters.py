@@ -2,12 +2,10 @@
 token by token, the other implementations against the oracle. ``tests/mixes.py`` makes the problems."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
-import flashsampling
 from flashsampling import ops
 from flashsampling.inputs import SampleInputs
 from flashsampling.noise import Stream
@@ -16,7 +14,7 @@ from flashsampling.reference import logit_transforms, oracle, streaming
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
 from tests.api.test_sampling import Largest
 from tests.conftest import DEVICE
-from tests.mixes import INF, NAN, Mix, word_by_word
+from tests.mixes import INF, Mix, word_by_word
 from tests.problems import assert_same_rows, parts_of
 
 TORCH = ("reference", "streaming")  # implementations that do all of it
@@ -34,7 +32,7 @@ def differences(ours: SampleResult, theirs: SampleResult, step: SampleInputs, to
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("wanted", [3000, 1000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wanted", [1500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_the_oracle_is_the_contract_word_by_word(wanted):
     rows, params, undefined, drawn = 0, set(), 0, 0
     for seed in range(10**6):
@@ -54,7 +52,7 @@ def test_the_oracle_is_the_contract_word_by_word(wanted):
 @pytest.mark.parametrize(
     ("head", "wanted"),
     [
-        (False, 2000),
+        (False, 1000),
         (True, 1000),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 7000), (True, 3000))),
     ],
@@ -81,7 +79,7 @@ def test_streaming_is_the_oracle(head, wanted, monkeypatch):
 @pytest.mark.parametrize("part", range(3))
 def test_a_row_depends_on_itself_alone(part, impl):
     """Not on B, its place, or its mates: alone, at another place of another batch, it gets the same of everything."""
-    for seed in range(part, 150, 3):
+    for seed in range(part, 60, 3):
         mix = Mix(seed + 2 * 10**7)
         step = mix.make(batch=6)
         whole = ops.sample(step, impl)
@@ -94,7 +92,7 @@ def test_a_row_depends_on_itself_alone(part, impl):
 @pytest.mark.parametrize("impl", TORCH)
 @pytest.mark.parametrize("part", range(3))
 def test_fused_and_from_logits_are_the_same(part, impl):
-    for seed in range(part, 200, 3):
+    for seed in range(part, 100, 3):
         mix = Mix(seed + 3 * 10**7)
         step = mix.of_a_head(mix.make())
         logits = step.hidden_states @ step.weight.T
@@ -107,7 +105,7 @@ def test_fused_and_from_logits_are_the_same(part, impl):
 @pytest.mark.parametrize("part", range(3))
 def test_a_filter_that_keeps_the_winner_does_not_change_it(part, impl):
     kept_it = 0
-    for seed in range(part, 200, 3):
+    for seed in range(part, 100, 3):
         step = Mix(seed, poisoned=False).make(vocab=64)
         step = step._replace(
             params=step.params._replace(logprobs=False, top_logprobs=0, logprob_ids=None, logsumexp=False)
@@ -124,18 +122,7 @@ def test_a_filter_that_keeps_the_winner_does_not_change_it(part, impl):
         assert logits.kept.gather(1, filtered.clamp(min=0))[filtered >= 0].all()
         assert (filtered != free)[~stays & (free >= 0)].all()
         kept_it += int(stays.sum())
-    assert kept_it > 33
-
-
-@pytest.mark.parametrize("impl", TORCH)
-def test_several_draws_are_those_of_one_at_a_time(impl):
-    """The first of several is the one that a single draw gives, and each is the oracle's for its index."""
-    step = Mix(5, poisoned=False).make(batch=4, vocab=64)._replace(num_samples=7, temperature=1.0)
-    tokens = ops.sample(step._replace(params=SamplingParams(top_k=5, top_p=0.9)), impl).ids.view(4, 7)
-    assert torch.equal(
-        ops.sample(step._replace(params=SamplingParams(top_k=5, top_p=0.9), num_samples=1), impl).ids, tokens[:, 0]
-    )
-    assert len(tokens.unique()) > 7
+    assert kept_it > 16
 
 
 @pytest.mark.parametrize("impl", TORCH)
@@ -152,17 +139,6 @@ def test_streams_have_noise_of_their_own_with_filters_too(impl):
 def kept(logits, temperature=1.0, **filters_of):
     logits = torch.as_tensor(logits)[None]
     return logit_transforms.kept(logits, torch.tensor([temperature]), **filters_of)[0].nonzero().flatten().tolist()
-
-
-def test_top_k_keeps_exactly_k_of_equal_ones_the_lowest_ids():
-    logits = [1.0, 2.0, 2.0, 2.0, 0.0, 2.0]
-    assert kept(logits, top_k=2) == [1, 2]
-    assert kept(logits, top_k=4) == [1, 2, 3, 5]
-    assert kept(logits, top_k=5) == [0, 1, 2, 3, 5]
-    assert kept([0.0] * 5, top_k=3) == [0, 1, 2]
-    assert kept([0.0, -0.0, -1.0, 0.0, -0.0], top_k=2) == [0, 1]  # equal
-    for off in (0, -1, 6, 7, torch.tensor([-(2**31)], dtype=torch.int32)):
-        assert kept(logits, top_k=off) == [0, 1, 2, 3, 4, 5]
 
 
 def test_top_p_keeps_the_shortest_prefix_that_reaches_p():
@@ -202,116 +178,6 @@ def test_top_p_is_of_what_top_k_kept_and_min_p_relative_to_its_best():
     assert kept(logits, temperature=INF, top_p=0.5) == [0, 1]  # uniform, and ordered by logit
 
 
-def test_an_epsilon_is_a_share_of_what_is_left():
-    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    assert kept(logits, epsilon_cutoff=0.25) == [0, 1]
-    assert kept(logits, top_k=3, epsilon_cutoff=0.22) == [0, 1, 2]  # 0.2 of 0.9
-    assert kept(logits, top_p=0.65, epsilon_cutoff=0.42) == [0, 1]  # 0.3 of 0.7
-    assert kept(logits, min_p=0.6, epsilon_cutoff=0.5) == [0]
-    assert kept(logits, temperature=2.0, epsilon_cutoff=0.2) == [0, 1, 2]
-    assert kept(logits, epsilon_cutoff=0.9) == [0]
-    assert kept([1.0, 2.0, 2.0], epsilon_cutoff=0.9) == [1, 2]  # the most probable ones, as transformers keeps them
-    assert kept([0.0, INF, INF], epsilon_cutoff=0.9) == [1]
-    for off in (0.0, -1.0):
-        assert kept([0.0, -1000.0], epsilon_cutoff=torch.tensor([off])) == [0, 1]
-
-
-def test_top_n_sigma_is_of_finite_logits_and_comes_first():
-    logits = [4.0, 2.0, 2.0, 0.0, -INF]  # a mean of 2, a standard deviation of the root of 2
-    assert kept(logits, top_n_sigma=1.4) == [0]
-    assert kept(logits, top_n_sigma=1.42) == [0, 1, 2]
-    assert kept(logits, temperature=100.0, top_n_sigma=1.42) == [0, 1, 2]  # before the temperature
-    assert kept(logits, top_n_sigma=3.0) == [0, 1, 2, 3]
-    assert kept(logits, temperature=100.0, top_p=0.5) == [0, 1]
-    assert kept(logits, temperature=100.0, top_p=0.3, top_n_sigma=1.42) == [0]  # 1.02 of 3.02 tokens
-    assert kept(logits, temperature=100.0, top_p=0.3) == [0, 1]  # of 4
-    assert kept(logits, temperature=100.0, top_k=2, top_p=0.6, joint_top_p=1, top_n_sigma=1.42) == [0, 1]
-    assert kept([1.0, 1.0, 1.0], top_n_sigma=0.1) == [0, 1, 2]
-    assert kept([1.0, INF, 3.0, INF], top_n_sigma=9.0)[0] == 1
-    assert kept([1.0, -3e38, 3e38], top_n_sigma=torch.tensor([INF])) == [0, 1, 2]
-    for off in (0.0, -1.0):
-        assert kept([0.0, -INF, -1e30], top_n_sigma=torch.tensor([off])) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("impl", TORCH)
-def test_masks_that_leave_one_token_or_none(impl):
-    logits = torch.randn(4, 40)
-    logits[1, 33] = NAN  # not there where it is masked out
-    logits[3] = -INF
-    mask = torch.zeros(4, 2, dtype=torch.int32)
-    mask[0, 1], mask[1, 0], mask[3] = 1 << 5, -(2**31), -1
-    for temperature in (0.0, 1.0, INF):
-        out: Any = flashsampling.sample_from_logits(
-            logits, token_mask=mask, temperature=temperature, top_k=3, impl=impl, seed=[1] * 4, return_logprobs=True
-        )
-        assert out.token_ids.tolist() == [37, 31, -1, -1]
-        assert out.processed_logprobs.tolist()[:2] == [0.0, 0.0]
-        assert out.processed_logprobs[2:].isnan().all()
-        assert out.logprobs[0] == torch.log_softmax(logits[0], 0)[37]
-        assert out.logprobs[1:].isnan().all()  # raw: the NaN is there
-        assert out.ranks[2:].tolist() == [-1, -1]
-
-
-@pytest.mark.parametrize("impl", TORCH)
-def test_penalties(impl):
-    """Prompt's tokens 0 and 1, output's 1 (three times) and 2; a word of both is negative."""
-    logits = torch.tensor([[4.0, 4.0, -4.0, 4.0, 0.0]])
-    counts = torch.tensor([[-(2**31), -(2**31) + 3, 100_000, 0, 0]], dtype=torch.int32)
-
-    def processed(**penalties):
-        out: Any = flashsampling.sample_from_logits(
-            logits, token_counts=counts, temperature=0.0, impl=impl, return_logprobs=True, **penalties
-        )
-        step = SampleInputs(
-            logits, logits, 0.0, 0, 0, 1, 5, params=SamplingParams(counts=counts, **penalties), logits=logits
-        )
-        after = logit_transforms.processed(logits, step.params)
-        assert out.token_ids.tolist() == [int(after.argmax())]
-        assert torch.allclose(out.processed_logprobs, torch.log_softmax(after, 1).amax(1))
-        return after[0].tolist()
-
-    assert processed(repetition_penalty=2.0) == [2.0, 2.0, -8.0, 4.0, 0.0]
-    assert processed(repetition_penalty=0.5) == [8.0, 8.0, -2.0, 4.0, 0.0]
-    assert processed(frequency_penalty=0.5) == [4.0, 2.5, -50_004.0, 4.0, 0.0]
-    assert processed(presence_penalty=-1.0) == [4.0, 5.0, -3.0, 4.0, 0.0]
-    assert processed(repetition_penalty=2.0, frequency_penalty=1.0, presence_penalty=0.25)[1] == 2.0 - 3.0 - 0.25
-
-
-@pytest.mark.parametrize("impl", TORCH)
-def test_logprobs_of_every_kind(impl):
-    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, NAN], [0.0, 0.0, 0.0, 0.0, 9.0]])
-    out: Any = flashsampling.sample_from_logits(
-        logits, temperature=0.5, top_k=2, vocab_size=4, seed=torch.arange(2), return_logprobs=True, top_logprobs=3,
-        logprob_ids=torch.tensor([[0, 4, -1, 2]]).expand(2, -1), return_logsumexp=True, impl=impl,
-    )  # fmt: skip
-    raw = torch.log_softmax(logits[:, :4].double(), 1)
-    assert torch.allclose(out.logprobs.double(), raw.gather(1, out.token_ids[:, None])[:, 0], atol=1e-6)
-    assert torch.allclose(out.processed_logprobs, torch.full((2,), math.log(0.5)))
-    assert out.ranks.tolist() == [1, 1]
-    assert out.top_token_ids.tolist() == [[1, 3, 2], [0, 1, 2]]
-    assert torch.allclose(out.top_logprobs.double(), raw.gather(1, out.top_token_ids), atol=1e-6)
-    assert out.given_logprobs.isnan().tolist() == [[False, True, True, False]] * 2
-    assert torch.allclose(out.given_logprobs[:, 3].double(), raw[:, 2], atol=1e-6)
-    assert torch.allclose(out.logsumexp.double(), logits[:, :4].double().logsumexp(1))
-    assert {out.logprobs.dtype, out.top_logprobs.dtype, out.given_logprobs.dtype, out.logsumexp.dtype} == {
-        torch.float32
-    }
-
-
-@pytest.mark.parametrize("impl", TORCH)
-def test_a_greedy_row_s_logprobs_are_those_at_temperature_1(impl):
-    """Below 1e-6 too, where there is a temperature that nobody divides by; top-p keeps what it keeps there."""
-    logits = torch.tensor([[1.0, 3.0, 2.0]]).expand(4, -1)
-    temperature = torch.tensor([0.0, 1e-30, 9e-7, 1.0])
-    for top_p, kept in ((1.0, [0, 1, 2]), (0.9, [1, 2])):
-        out: Any = flashsampling.sample_from_logits(
-            logits, temperature=temperature, seed=[7] * 4, top_p=top_p, return_logprobs=True, impl=impl
-        )
-        assert out.token_ids[:3].tolist() == [1, 1, 1]
-        expected = logits[0, kept].log_softmax(0)[kept.index(1)]
-        assert torch.allclose(out.processed_logprobs[:3], expected.expand(3))
-
-
 def test_streaming_holds_few_rows_whatever_the_batch():
     """Of a request's logits too, in each of its steps."""
     largest = {}
@@ -326,11 +192,3 @@ def test_streaming_holds_few_rows_whatever_the_batch():
             streaming.run(step)
         largest[batch] = max(watch.elements.values())
     assert largest[8] == largest[64] < 8 * 5000 * 4  # Philox words of one draw: of four rows, padded to whole groups
-
-
-def test_vocab_size_hides_what_is_behind_it():
-    step = Mix(3, poisoned=False).make(batch=4, vocab=64)
-    logits = torch.cat([step.hidden_states[:, :64], torch.full((4, 36), NAN)], 1)
-    wide = step._replace(hidden_states=logits, weight=logits, logits=logits)
-    for impl in TORCH:
-        assert not differences(ops.sample(step, impl), ops.sample(wide, impl), step)

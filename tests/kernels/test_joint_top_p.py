@@ -18,27 +18,23 @@ from tests.tensor_parallel.test_filters import run, shared_memory  # noqa: F401,
 # of 0.4 and 0.3, which top-k leaves, the first alone has 0.56; of all tokens it takes both
 LOGITS = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
 FILTERS: dict[str, Any] = {"top_k": 2, "top_p": 0.56}
-KINDS = [-1, 0, 1, -(2**31), 2]
-EACH = 4  # rows, with the seeds from 0 on, of which some draw the second token if they can
+KINDS = [-1, 0, 1, -(2**31)]
+EACH = 2  # rows, with the seeds 0 and 1, of which the latter draws the second token if it can
 ROWS = EACH * len(KINDS)
 JOINT, SEEDS = torch.tensor(KINDS, dtype=torch.int32).repeat_interleave(EACH), torch.arange(EACH).repeat(len(KINDS))
 IS_JOINT = JOINT != 0
 WEIGHT, STATES = LOGITS[:, None].expand(4, 8) / 8, torch.ones(ROWS, 8)
 HEADS = [
-    "reference", "streaming", "triton", pytest.param("cute", marks=NEEDS_CUTE), "module", "ranks streaming",
-    "ranks triton",
+    "reference", "streaming", "triton", pytest.param("cute", marks=NEEDS_CUTE), "module", "ranks triton",
 ]  # fmt: skip
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("logprobs", [False, True])
-@pytest.mark.parametrize("by", [*HEADS, *(f"logits {impl}" for impl in ("reference", "streaming", "triton"))])
-def test_of_each_row(by, logprobs):
-    impl, seeds, joint = by.split()[-1], SEEDS.to(DEVICE), JOINT.to(DEVICE)
+@pytest.mark.parametrize("by", [*HEADS, "logits triton"])
+def test_of_each_row(by):
+    impl, seeds, joint, logprobs = by.split()[-1], SEEDS.to(DEVICE), JOINT.to(DEVICE), "module" not in by
     if impl in BACKENDS:
         require(impl)
-    if impl == "cute" and logprobs and DEVICE.type == "cpu":
-        pytest.skip("another kernel to compile, a minute, and the same launch behind it")
     dtype = torch.bfloat16 if impl == "cute" else torch.float32
     states, weight = STATES.to(DEVICE, dtype), WEIGHT.to(DEVICE, dtype)
     request = {"joint_top_p": joint, "return_logprobs": logprobs, **FILTERS}

@@ -135,7 +135,7 @@ WRONG = {
     "garbage": overwrite(b"cut off"),
     "one bit": overwrite(PAYLOAD[:1000] + bytes([PAYLOAD[1000] ^ 1]) + PAYLOAD[1001:]),
     "longer": overwrite(PAYLOAD + b"\0"),
-    **{f"cut at {end}": overwrite(PAYLOAD[:end]) for end in (1, 4, 64, len(PAYLOAD) // 2, len(PAYLOAD) - 1)},
+    **{f"cut at {end}": overwrite(PAYLOAD[:end]) for end in (4, len(PAYLOAD) - 1)},
 }
 DAMAGE = WRONG | {
     "link": all_gather(lambda path: path.symlink_to(path.parent.parent / "aside.o")),
@@ -326,15 +326,6 @@ def test_a_folder_that_others_could_have_filled_is_not_used(played, monkeypatch,
     assert len(compiled) == 2
 
 
-def test_a_home_that_cannot_be_written(played, monkeypatch):
-    compiled, _ = played
-    monkeypatch.delenv("FLASHSAMPLING_CACHE_DIR")
-    monkeypatch.setenv("HOME", "/dev/null")
-    with pytest.warns(RuntimeWarning, match="neither kept nor loaded: .*is not a plain folder"):
-        cache._load_or_compile(DTYPE, CONFIG)
-    assert len(compiled) == 1
-
-
 @pytest.mark.parametrize(
     ("variable", "home", "root"),
     [
@@ -444,16 +435,6 @@ def copied(monkeypatch, tmp_path):
     monkeypatch.setattr(cache, "_HERE", package / "kernels" / "hopper")
     monkeypatch.setattr(cache, "_compiler", lambda: ["nvidia-cutlass-dsl 4.8.1"])
     return package, lambda: cache._hash_sources(sources.read(package), cache._HERE)
-
-
-def test_a_constant_of_the_exchange_changes_the_key(copied):
-    package, key = copied
-    before = key()
-    source = package / "exchange_protocol.py"
-    changed = source.read_text().replace("TABLE_RANK, TABLE_RANKS,", "TABLE_RANKS, TABLE_RANK,", 1)
-    assert changed != source.read_text()
-    source.write_text(changed)
-    assert key() != before
 
 
 def test_only_covered_sources_change_the_key(copied):

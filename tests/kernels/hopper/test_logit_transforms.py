@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("triton")
 
-import flashsampling
 from flashsampling import exchange_protocol, workspace
 from flashsampling.exchange_protocol import Shard
 from flashsampling.inputs import SampleInputs
@@ -53,16 +52,16 @@ def by_block_stats(step: SampleInputs) -> torch.Tensor:
 
 
 def by_triton(logits_gemm: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Processed logits as Triton's kernels make them; of a sparse bias, of whose rows its interpreter takes long, the
-    first rows, the last ones and some between, the others the oracle's."""
+    """Processed logits as Triton's kernels make them; by its interpreter, which takes long, the first rows, the last
+    ones and some between, the others the oracle's."""
     batch, vocab = logits_gemm.shape
     step = SampleInputs(logits_gemm, logits_gemm, 1.0, 0, 0, 1, vocab, params=params, logits=logits_gemm)
-    if ON_GPU or params.bias_ids is None or batch <= 16:
+    if ON_GPU or batch <= 6:
         return by_block_stats(step)
     made = logit_transforms.processed(logit_transforms.raw(logits_gemm, params), params)
-    for first in (0, batch // 2, batch - 5):
-        some = step.part(first, first + 5)
-        made[first : first + 5] = by_block_stats(some._replace(weight=some.logits))
+    for first in (0, batch // 2, batch - 2):
+        some = step.part(first, first + 2)
+        made[first : first + 2] = by_block_stats(some._replace(weight=some.logits))
     return made
 
 
@@ -156,9 +155,9 @@ def by_shards(step: SampleInputs) -> torch.Tensor:
     return exchange_protocol.tokens_of(torch.stack(winners))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batch", [1, 40, 150, 256, 300] if ON_GPU else [7])
-@pytest.mark.parametrize("name", ["bias", "cap", "dense", "sparse", "mask", "penalties", "everything"])
+@pytest.mark.parametrize("name", ["bias", "everything"])
 def test_shards(name, batch):
     """Each rank's winners of a whole vocabulary's request are together what one draws; of tensors that end with the
     vocabulary."""
@@ -170,7 +169,7 @@ def test_shards(name, batch):
 
 def test_logits_of_a_shard():
     """Raw ones, whatever the parameters: the rank that draws a row applies these."""
-    batch, vocab = 20 if ON_GPU else 40, 700
+    batch, vocab = 7, 700
     step = make_step(batch, vocab)
     logits_gemm = module.run_with_logits(step, 0, None)[0]
     for params in (DEFAULT_PARAMS, everything(batch, vocab)["everything"]):
@@ -180,7 +179,7 @@ def test_logits_of_a_shard():
 
 def test_matrices_of_any_stride():
     """Wider than the vocabulary, rows apart, one row for all, not contiguous."""
-    batch, vocab = 37, 1000
+    batch, vocab = 37 if ON_GPU else 7, 1000
     step = make_step(batch, vocab)
     logits_gemm = module.run_with_logits(step, 0, None)[0]
     params = everything(batch, vocab)["everything"]
@@ -257,14 +256,14 @@ def test_special_values():
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("batch", [1, 3, 40, 130, 256, 300] if ON_GPU else [7])
-@pytest.mark.parametrize("name", ["bias", "scale", "cap", "dense", "sparse", "mask", "penalties", "everything"])
+@pytest.mark.parametrize("name", ["cap", "everything"])
 def test_whole_steps(name, batch):
     """The oracle's tokens, alone, with filters, with log-probabilities where the head alone changes logits, of several
     draws; and a row's bits in another batch."""
     vocab = 4099 if ON_GPU else 1001
     params = everything(batch, vocab)[name]
     more = [{}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.7}]
-    if name in ("bias", "scale", "cap"):
+    if name == "cap":
         more.append({"logprobs": True, "top_logprobs": 3, "logsumexp": True, "top_k": 50})
     for num_samples in (1, 2):
         step = make_step(batch, vocab, num_samples=num_samples)
@@ -294,9 +293,8 @@ def test_mixes(seed):
         against_the_oracle(whole)
 
 
-@pytest.mark.quick(10)
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e-3, 1.0, 1e6, INF])
-@pytest.mark.parametrize("batch", [2, 64, 250] if ON_GPU else [2, 8])
+@pytest.mark.parametrize("batch", [2, 64, 250] if ON_GPU else [8])
 def test_masks_that_leave_few_tokens(batch, temperature):
     """One, in the last tile or the first; none; all. What is left is drawn, whatever the rest is."""
     vocab = 5003 if ON_GPU else 803
@@ -343,11 +341,11 @@ def test_infinite_logits_at_an_infinite_temperature(name):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("batch", [8, 64, 256] if ON_GPU else [256, 8])
+@pytest.mark.parametrize("batch", [8, 64, 256] if ON_GPU else [8])
 @pytest.mark.parametrize("deviation", [0.1, 1.0, 40.0])
 def test_the_search_misses_nothing(batch, deviation):
     """One draw, searched, and two, of which every token is evaluated, bit for bit, from the lowest temperatures on."""
-    vocab = 40_000 if ON_GPU else 2_000
+    vocab = 40_000 if ON_GPU else 1_000
     weight = (torch.randn(vocab, 64, device=DEVICE) * deviation / 8).bfloat16()
     for round in range(12 if ON_GPU else 9):
         temperature = torch.exp(torch.empty(batch, device=DEVICE).uniform_(math.log(1e-6), math.log(1e6)))
@@ -360,16 +358,6 @@ def test_the_search_misses_nothing(batch, deviation):
         step = SampleInputs(states, weight, temperature, seed, 11, 1, vocab, params=params)
         one, two = launch.run(step).ids, launch.run(step._replace(num_samples=2)).ids.view(batch, 2)[:, 0]
         assert torch.equal(one, two)
-
-
-@pytest.mark.quick(0)
-def test_rows_without_a_mask_are_as_without():
-    batch = 100 if ON_GPU else 40
-    step = make_step(batch, 4099)
-    mask = torch.full((batch, 129), -1, dtype=torch.int32, device=DEVICE)
-    mask[::2] = random_mask(batch // 2, 4099)
-    masked = launch.run(step._replace(params=SamplingParams(token_mask=mask))).ids
-    assert torch.equal(masked[1::2], launch.run(step).ids[1::2])
 
 
 @pytest.mark.gpu
@@ -406,23 +394,10 @@ def test_launches(extra, launches, with_sparse, tmp_path):
 def test_summaries_are_of_what_was_made():
     """Keys and masses of the processed logits; ``check`` compares them with the logits that are stored."""
     vocab = 4099 if ON_GPU else 1001
-    step = make_step(150, vocab)
-    params = everything(150, vocab)["everything"]
+    batch = 150 if ON_GPU else 7
+    step = make_step(batch, vocab)
+    params = everything(batch, vocab)["everything"]
     transforms, _held = module.transform_arguments(params, step.vocab_size)
     expected = processed(step, params)
     logits, *_ = check(step, None, 0, transforms)
     assert torch.equal(logits, expected)
-
-
-def test_sample_takes_it():
-    batch, vocab = (20, 4099) if ON_GPU else (8, 1001)
-    step = make_step(batch, vocab)
-    weight = step.weight[: step.vocab_size].contiguous()
-    state = flashsampling.TokenCounts(batch, vocab, device=DEVICE)
-    rows = step.rows()._asdict()
-    for _ in range(3):
-        out = flashsampling.sample(
-            step.hidden_states, weight, **rows, soft_cap=20.0, token_counts=state, presence_penalty=0.5, impl="cute"
-        )
-    assert int((state.counts > 0).sum()) >= batch
-    assert out.token_ids.min() >= 0

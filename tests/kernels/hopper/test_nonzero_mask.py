@@ -27,7 +27,7 @@ from tests.problems import NEEDS_CUTE
 from tests.zero_words import ZERO_WORDS
 
 pytestmark = NEEDS_CUTE
-BATCH = 20 if ON_GPU else 40  # of a shape that is compiled in any case
+BATCH = 20 if ON_GPU else 7  # of a shape that is compiled in any case
 MARKED = 0x80
 RARE = 0x81, 0x85  # codes of the words 0, 1 and 2
 
@@ -133,9 +133,7 @@ def test_rows_without_penalties_may_have_any_counts(share):
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("batch", [1, 40, 150, 256, 300] if ON_GPU else [7])
-@pytest.mark.parametrize(
-    "extra", [{}, {"top_k": 5, "top_p": 0.9}, {"top_p": 0.7}, {"min_p": 0.1}, {"logprobs": True}], ids=str
-)
+@pytest.mark.parametrize("extra", [{}, {"top_k": 5, "top_p": 0.9}, {"logprobs": True}], ids=str)
 def test_whole_steps(extra, batch):
     """Several draws, for which there are no codes, too; and rows of infinite, tiny and no temperatures."""
     vocab = 4099 if ON_GPU else 1001

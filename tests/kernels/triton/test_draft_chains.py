@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashsampling
-from flashsampling import TokenCounts, verify, verify_from_logits
+from flashsampling import verify, verify_from_logits
 from flashsampling.kernels.triton.speculative import draft_chains, rejection
 from flashsampling.speculative import acceptance
 from flashsampling.speculative.drafts import DraftBatch
@@ -183,41 +183,6 @@ def test_a_name_never_falls_back(monkeypatch):
         verify(states, weight, drafts, impl="cute", **rows)
     with pytest.raises(ValueError, match="impl='cute' cannot do this"):
         verify_from_logits(states, drafts, impl="cute", **rows)
-
-
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="the CPU's drafts go through torch")
-@pytest.mark.parametrize("is_ragged", [False, True])
-def test_verify(is_ragged, monkeypatch):
-    """The same with filters, penalties and masks per position, by the kernels and by torch."""
-    generator = torch.Generator().manual_seed(5)
-    weight = torch.randn(70, 64, generator=generator).to(DEVICE, torch.bfloat16)
-    for batch, n in [(1, 3), (6, 3), (40, 7)]:
-        given = random_given(generator, batch, n, is_ragged)
-        states = torch.randn(given.positions, 64, generator=generator).to(DEVICE, torch.bfloat16)
-        layout = {"cu_draft_lengths": given.bounds, "max_draft_length": n} if is_ragged else {}
-        states = states if is_ragged else states.view(batch, n + 1, 64)
-        masks = torch.randint(-(2**31), 2**31 - 1, (*states.shape[:-1], 3), generator=generator, dtype=torch.int32).to(
-            DEVICE
-        )
-        counts = TokenCounts(batch, 70, DEVICE)
-        requests = [
-            {},
-            {"top_k": torch.arange(batch, device=DEVICE), "top_p": 0.8},
-            {"token_mask": masks, "min_p": torch.rand(batch, generator=generator).to(DEVICE)},
-            {"token_counts": counts.counts, "presence_penalty": 0.5},
-        ]
-        rows = {
-            "temperature": torch.rand(batch, generator=generator).to(DEVICE),
-            "seed": torch.arange(batch, device=DEVICE),
-        }
-        for request in requests:
-            ours = verify(states, weight, given.token_ids, **layout, **rows, **request)
-            with monkeypatch.context() as patch:
-                patch.setattr(acceptance, "_runs_kernels", lambda *_: False)
-                theirs = verify(states, weight, given.token_ids, **layout, **rows, **request)
-            assert torch.equal(ours.token_ids, theirs.token_ids)
-            assert torch.equal(ours.num_accepted, theirs.num_accepted)
-            assert torch.equal(ours.num_emitted, theirs.num_emitted)
 
 
 # the launches themselves, with a driver that names a target and has no device; compiled and not run

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -276,31 +275,6 @@ def test_several_draws_of_rows_in_two_blocks(num_samples, device):
     tokens = run(problem.step(), config).ids
     assert_agreement(tokens.view(-1, num_samples), problem)
     assert torch.equal(tokens, run(problem.step(), TritonTileConfig(128, 16, 16, 4, 2, 1, use_tma=False)).ids)
-
-
-@pytest.mark.every_triton
-def test_row_parameters_of_any_stride(device):
-    """Strided, expanded and of other dtypes: what the public function makes contiguous, in every row."""
-    import flashsampling
-
-    problem = make_problem(7, 400, 24, device)
-    expected = problem.sample("triton")[:, 0]
-    wide = {name: torch.stack([getattr(problem, name)] * 3, dim=1) for name in ("temperature", "seed", "offset")}
-    for value in wide.values():
-        value[:, 0], value[:, 2] = -7, 5
-    columns: dict[str, Any] = {name: value[:, 1] for name, value in wide.items()}
-    assert not any(column.is_contiguous() for column in columns.values())
-    out = flashsampling.sample(problem.hidden_states, problem.weight, **columns, impl="triton").token_ids
-    assert torch.equal(out, expected)
-    columns = {name: torch.tensor([value[0]], device=device).expand(7) for name, value in columns.items()}
-    one = {name: value[0].item() for name, value in columns.items()}
-    tensors = flashsampling.sample(problem.hidden_states, problem.weight, **columns, impl="triton").token_ids
-    assert torch.equal(
-        tensors, flashsampling.sample(problem.hidden_states, problem.weight, **one, impl="triton").token_ids
-    )
-    for name, value in one.items():  # each kind beside the others
-        mixed = flashsampling.sample(problem.hidden_states, problem.weight, **(columns | {name: value}), impl="triton")
-        assert torch.equal(mixed.token_ids, tensors)
 
 
 @pytest.mark.every_triton
