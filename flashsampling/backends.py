@@ -37,7 +37,6 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from types import ModuleType
 from typing import NamedTuple
@@ -123,6 +122,15 @@ class Backend:
         """The backend's module, imported at its first use."""
         return importlib.import_module(f".{self.package}", __package__)
 
+    @functools.cached_property
+    def unsupported_params(self) -> tuple[str, ...]:
+        """The fields of ``SamplingParams`` that it does not implement."""
+        return getattr(self.module, "UNSUPPORTED_PARAMS", ())
+
+    def is_tried_on(self, kind: str) -> bool:
+        """Returns whether ``impl=None`` tries it on a kind of device, "cuda" or "cpu"."""
+        return self.chosen_on == "any" or self.chosen_on == kind
+
     def unsupported(self, inputs: SampleInputs) -> str | None:
         """Returns why it cannot run a step here, or None."""
         if self.missing is not None:
@@ -130,8 +138,7 @@ class Backend:
         if inputs.logits is not None and not self.takes_logits:
             return "it takes hidden states and a weight, not logits"
         if inputs.params is not DEFAULT_PARAMS:
-            unsupported = getattr(self.module, "UNSUPPORTED_PARAMS", ())
-            left_out = [name for name in unsupported if name in inputs.params.names()]
+            left_out = [name for name in self.unsupported_params if name in inputs.params.names()]
             if left_out:
                 return f"it does not do {argument_names(left_out)}"
             if self.params_missing is not None:
@@ -202,11 +209,6 @@ _TABLE = (
     Backend("reference", "reference.oracle", chosen_on=None, sharded=False),
 )
 BACKENDS = {backend.name: backend for backend in _TABLE}
-
-
-def tried_on(kind: str) -> Iterator[Backend]:
-    """Yields the backends that ``impl=None`` tries on a kind of device, "cuda" or "cpu", in order."""
-    return (backend for backend in BACKENDS.values() if backend.chosen_on in (kind, "any"))
 
 
 def named(name: str) -> Backend:

@@ -272,13 +272,13 @@ def parse_sampling_params(
     """
     fields: dict[str, Any] = {}
     for name, value in options.items():
-        parse = _PARSERS.get(name)
-        if parse is None:
+        if name not in _PARSERS:
             raise unexpected_argument(name, function)
         if value is not None and value is not False:
-            fields |= parse(name, value, shape)
+            fields |= _PARSERS[name](name, value, shape)
     _check_penalties(fields, options)
-    fields = {name: x for name, x in fields.items() if isinstance(x, Tensor) or x != getattr(DEFAULT_PARAMS, name)}
+    # not isinstance(x, Tensor), which takes 0.2 us for what is none
+    fields = {n: x for n, x in fields.items() if not isinstance(x, (int, float)) or x != getattr(DEFAULT_PARAMS, n)}
     if not fields:
         return DEFAULT_PARAMS
     # not SamplingParams(**fields): Dynamo takes that one's defaults for symbols with dynamic=True

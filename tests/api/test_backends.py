@@ -87,7 +87,7 @@ def test_what_a_backend_does_not_do_is_refused_by_name(toy, monkeypatch, no_mach
         ops.sample(recovery, "toy")
     assert torch.equal(ops.sample(recovery, "").ids, ops.sample(recovery, "reference").ids)
     assert not toy.steps
-    monkeypatch.setattr(streaming, "UNSUPPORTED_PARAMS", ("stream",), raising=False)
+    monkeypatch.setattr(BACKENDS["streaming"], "unsupported_params", ("stream",))
     with pytest.raises(
         ValueError, match="no implementation can do this on cpu: toy: it does not do stream; streaming: it does"
     ):
