@@ -88,12 +88,12 @@ def _choice(weight: torch.Tensor) -> tuple[str, ...]:
     """Returns the backend that ``impl=None`` takes, and why it takes none of those before."""
     reasons: list[str] = []
     kind, step = weight.device.type, example(weight)
-    for backend in [backend for backend in BACKENDS.values() if backend.is_tried_on("cuda")]:
+    for backend in [backend for backend in BACKENDS.values() if "cuda" in backend.chosen_on]:
         try:
             reason = backend.unsupported(step)
         except Exception as error:  # installed but broken
             reason = f"{type(error).__name__}: {error}"
-        if reason is None and backend.is_tried_on(kind):
+        if reason is None and kind in backend.chosen_on:
             return backend.name, *reasons
         reasons.append(f"{backend.name}: {reason or 'on a CPU it runs in its interpreter, for tests'}")
     return "none", *reasons

@@ -90,7 +90,7 @@ class Backend:
         name: the value of ``impl``.
         package: the module or package below ``flashsampling``.
         needs: packages.
-        chosen_on: the kind of device on which ``impl=None`` tries it; "any", or None: only by name.
+        chosen_on: the kinds of device, "cuda" and "cpu", on which ``impl=None`` tries it.
         sharded: it runs on a shard, so it serves under tensor parallelism.
         exchanges: its kernel does the exchange of the transport ``p2p`` itself.
         takes_logits: it runs steps whose logits are in memory (``SampleInputs.logits``).
@@ -101,7 +101,7 @@ class Backend:
     package: str
     _: KW_ONLY
     needs: tuple[Package, ...] = ()
-    chosen_on: str | None
+    chosen_on: tuple[str, ...]
     sharded: bool
     exchanges: bool = False
     takes_logits: bool = True
@@ -126,10 +126,6 @@ class Backend:
     def unsupported_params(self) -> tuple[str, ...]:
         """The fields of ``SamplingParams`` that it does not implement."""
         return getattr(self.module, "UNSUPPORTED_PARAMS", ())
-
-    def is_tried_on(self, kind: str) -> bool:
-        """Returns whether ``impl=None`` tries it on a kind of device, "cuda" or "cpu"."""
-        return self.chosen_on == "any" or self.chosen_on == kind
 
     def unsupported(self, inputs: SampleInputs) -> str | None:
         """Returns why it cannot run a step here, or None."""
@@ -198,15 +194,15 @@ _TABLE = (
             Package("nvidia_cutlass_dsl", "nvidia-cutlass-dsl", (4, 8, 0), _CUTE_HINT),
             Package("tvm_ffi", "apache-tvm-ffi", hint=_CUTE_HINT),
         ),
-        chosen_on="cuda",
+        chosen_on=("cuda",),
         sharded=True,
         exchanges=True,
         takes_logits=False,
         params_need=(_TRITON,),  # draws from the logits that the kernel stores
     ),
-    Backend("triton", "kernels.triton", needs=(_TRITON,), chosen_on="cuda", sharded=True, exchanges=True),
-    Backend("streaming", "reference.streaming", chosen_on="any", sharded=True),
-    Backend("reference", "reference.oracle", chosen_on=None, sharded=False),
+    Backend("triton", "kernels.triton", needs=(_TRITON,), chosen_on=("cuda",), sharded=True, exchanges=True),
+    Backend("streaming", "reference.streaming", chosen_on=("cuda", "cpu"), sharded=True),
+    Backend("reference", "reference.oracle", chosen_on=(), sharded=False),
 )
 BACKENDS = {backend.name: backend for backend in _TABLE}
 

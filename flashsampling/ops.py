@@ -172,7 +172,7 @@ def choose(inputs: SampleInputs, impl: str = "") -> Backend:
         return backend
     reasons, kind = [], "cuda" if inputs.hidden_states.is_cuda else "cpu"
     for backend in BACKENDS.values():
-        if not backend.is_tried_on(kind):
+        if kind not in backend.chosen_on:
             continue
         reason = backend.unsupported(inputs)
         if reason is None:

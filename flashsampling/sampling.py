@@ -329,30 +329,24 @@ def parse_rows(
 ) -> tuple[Tensor | float, Tensor | int, Tensor | int]:
     """Returns temperature, seed and offset as backends take them; a seed of None is drawn. Warns as ``sample``
     documents, at the line ``callers`` calls above the function that calls this one."""
+    global _warned_of_shared_noise
     if seed is None:
         seed = torch.randint(-(2**63), 2**63 - 1, (batch,), dtype=torch.int64, device=device)
     temperatures = reals("temperature", temperature, batch, device)
     seeds = integers("seed", seed, batch, device)
     offsets = integers("offset", offset, batch, device)
     shared = batch > 1 and type(seeds) is type(offsets) is int and not torch.compiler.is_compiling()
-    if shared and (isinstance(temperatures, Tensor) or temperatures >= GREEDY_BELOW):
-        _warn_of_shared_noise(batch, 2 + callers)
+    if shared and not _warned_of_shared_noise and (isinstance(temperatures, Tensor) or temperatures >= GREEDY_BELOW):
+        _warned_of_shared_noise = True
+        warnings.warn(
+            f"one seed and one offset for {batch} rows: rows with equal hidden states draw equal tokens, and every "
+            "call with this seed and offset draws with the same noise. Give every row a seed of its own "
+            "(seed=torch.arange(B, device=...), or None) and every step its offset; LMHeadSampler does both. A tensor "
+            "of equal seeds says that this is meant",
+            UserWarning,
+            stacklevel=2 + callers,
+        )
     return temperatures, seeds, offsets
-
-
-def _warn_of_shared_noise(batch: int, stacklevel: int) -> None:
-    global _warned_of_shared_noise
-    if _warned_of_shared_noise:
-        return
-    _warned_of_shared_noise = True
-    warnings.warn(
-        f"one seed and one offset for {batch} rows: rows with equal hidden states draw equal tokens, and every call "
-        "with this seed and offset draws with the same noise. Give every row a seed of its own (seed=torch.arange(B, "
-        "device=...), or None) and every step its offset; LMHeadSampler does both. A tensor of equal seeds says that "
-        "this is meant",
-        UserWarning,
-        stacklevel=stacklevel + 1,
-    )
 
 
 def check_matrices(

@@ -189,7 +189,7 @@ RANK_LOCAL_FIELDS = tuple(name for name, param in PARAMS.items() if param.is_ran
 _HINTS = tuple(name for name, param in PARAMS.items() if param.is_hint)
 _ARGUMENTS = {name: param.argument or name for name, param in PARAMS.items()}  # by field
 _PARSERS = {_ARGUMENTS[name]: param.parse for name, param in PARAMS.items() if param.parse is not None}
-_PENALTIES = tuple(name for name in PARAMS if name.endswith("_penalty"))
+PENALTIES = tuple(name for name in PARAMS if name.endswith("_penalty"))
 head_numbers: Callable[[SamplingParams], tuple[float, ...]] = operator.attrgetter(*HEAD_NUMBERS)  # their values
 
 
@@ -291,7 +291,7 @@ def parse_sampling_params(
 def _check_penalties(fields: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Raises ValueError for a penalty without counts. Removes counts without a penalty, which change no logit."""
     names = []
-    for name in _PENALTIES:
+    for name in PENALTIES:
         if name in fields:
             value = fields[name]
             if "counts" not in fields and isinstance(options[name], (int, float)):

@@ -31,7 +31,7 @@ def toy():
         steps.append(step)
         return streaming.run(step)
 
-    backend: Any = Backend("toy", "toy", chosen_on="cpu", sharded=True)
+    backend: Any = Backend("toy", "toy", chosen_on=("cpu",), sharded=True)
     backend.module = SimpleNamespace(
         unsupported=lambda step: "odd vocabularies are not its own" if step.vocab_size % 2 else None,
         run=run,
