@@ -393,8 +393,6 @@ def check_logits(logits: Tensor, name: str = "logits") -> tuple[int, int]:
         raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(logits.shape)}; {hint}")
     if logits.dtype not in DTYPES:
         raise TypeError(f"{name} must be bfloat16, float16 or float32, got {logits.dtype}")
-    if logits.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got {logits.layout}")
     if logits.shape[1] < 1:
         raise ValueError(f"{name} must have at least one column, got shape {tuple(logits.shape)}")
     return logits.shape[0], logits.shape[1]
