@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from . import __version__
-from .backends import BACKENDS, tried_on
+from .backends import BACKENDS
 from .inputs import example
 from .kernels.hopper import cache
 
@@ -88,12 +88,12 @@ def _choice(weight: torch.Tensor) -> tuple[str, ...]:
     """Returns the backend that ``impl=None`` takes, and why it takes none of those before."""
     reasons: list[str] = []
     kind, step = weight.device.type, example(weight)
-    for backend in tried_on("cuda"):
+    for backend in [backend for backend in BACKENDS.values() if "cuda" in backend.chosen_on]:
         try:
             reason = backend.unsupported(step)
         except Exception as error:  # installed but broken
             reason = f"{type(error).__name__}: {error}"
-        if reason is None and backend in tried_on(kind):
+        if reason is None and kind in backend.chosen_on:
             return backend.name, *reasons
         reasons.append(f"{backend.name}: {reason or 'on a CPU it runs in its interpreter, for tests'}")
     return "none", *reasons

@@ -37,7 +37,6 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from types import ModuleType
 from typing import NamedTuple
@@ -91,7 +90,7 @@ class Backend:
         name: the value of ``impl``.
         package: the module or package below ``flashsampling``.
         needs: packages.
-        chosen_on: the kind of device on which ``impl=None`` tries it; "any", or None: only by name.
+        chosen_on: the kinds of device, "cuda" and "cpu", on which ``impl=None`` tries it.
         sharded: it runs on a shard, so it serves under tensor parallelism.
         exchanges: its kernel does the exchange of the transport ``p2p`` itself.
         takes_logits: it runs steps whose logits are in memory (``SampleInputs.logits``).
@@ -102,7 +101,7 @@ class Backend:
     package: str
     _: KW_ONLY
     needs: tuple[Package, ...] = ()
-    chosen_on: str | None
+    chosen_on: tuple[str, ...]
     sharded: bool
     exchanges: bool = False
     takes_logits: bool = True
@@ -123,6 +122,11 @@ class Backend:
         """The backend's module, imported at its first use."""
         return importlib.import_module(f".{self.package}", __package__)
 
+    @functools.cached_property
+    def unsupported_params(self) -> tuple[str, ...]:
+        """The fields of ``SamplingParams`` that it does not implement."""
+        return getattr(self.module, "UNSUPPORTED_PARAMS", ())
+
     def unsupported(self, inputs: SampleInputs) -> str | None:
         """Returns why it cannot run a step here, or None."""
         if self.missing is not None:
@@ -130,8 +134,7 @@ class Backend:
         if inputs.logits is not None and not self.takes_logits:
             return "it takes hidden states and a weight, not logits"
         if inputs.params is not DEFAULT_PARAMS:
-            unsupported = getattr(self.module, "UNSUPPORTED_PARAMS", ())
-            left_out = [name for name in unsupported if name in inputs.params.names()]
+            left_out = [name for name in self.unsupported_params if name in inputs.params.names()]
             if left_out:
                 return f"it does not do {argument_names(left_out)}"
             if self.params_missing is not None:
@@ -191,22 +194,17 @@ _TABLE = (
             Package("nvidia_cutlass_dsl", "nvidia-cutlass-dsl", (4, 8, 0), _CUTE_HINT),
             Package("tvm_ffi", "apache-tvm-ffi", hint=_CUTE_HINT),
         ),
-        chosen_on="cuda",
+        chosen_on=("cuda",),
         sharded=True,
         exchanges=True,
         takes_logits=False,
         params_need=(_TRITON,),  # draws from the logits that the kernel stores
     ),
-    Backend("triton", "kernels.triton", needs=(_TRITON,), chosen_on="cuda", sharded=True, exchanges=True),
-    Backend("streaming", "reference.streaming", chosen_on="any", sharded=True),
-    Backend("reference", "reference.oracle", chosen_on=None, sharded=False),
+    Backend("triton", "kernels.triton", needs=(_TRITON,), chosen_on=("cuda",), sharded=True, exchanges=True),
+    Backend("streaming", "reference.streaming", chosen_on=("cuda", "cpu"), sharded=True),
+    Backend("reference", "reference.oracle", chosen_on=(), sharded=False),
 )
 BACKENDS = {backend.name: backend for backend in _TABLE}
-
-
-def tried_on(kind: str) -> Iterator[Backend]:
-    """Yields the backends that ``impl=None`` tries on a kind of device, "cuda" or "cpu", in order."""
-    return (backend for backend in BACKENDS.values() if backend.chosen_on in (kind, "any"))
 
 
 def named(name: str) -> Backend:

@@ -38,7 +38,7 @@ from torch.autograd import profiler
 from torch.nn import Parameter
 
 from . import open_groups
-from .backends import Backend, named, tried_on
+from .backends import BACKENDS, Backend, named
 from .exchange_protocol import WHOLE, Shard
 from .inputs import DraftChains, SampleInputs
 from .noise import Stream
@@ -170,8 +170,10 @@ def choose(inputs: SampleInputs, impl: str = "") -> Backend:
         if reason is not None:
             raise ValueError(f"impl={impl!r} cannot do this: {reason}")
         return backend
-    reasons = []
-    for backend in tried_on("cuda" if inputs.hidden_states.is_cuda else "cpu"):
+    reasons, kind = [], "cuda" if inputs.hidden_states.is_cuda else "cpu"
+    for backend in BACKENDS.values():
+        if kind not in backend.chosen_on:
+            continue
         reason = backend.unsupported(inputs)
         if reason is None:
             if _logger.isEnabledFor(logging.DEBUG):

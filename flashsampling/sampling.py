@@ -1,7 +1,7 @@
 """The public functions: validate, choose a backend, call it, return."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -184,9 +184,40 @@ def sample(
         >>> out.processed_logprobs  # 0: no other token is left
         tensor([ 0.0000, -0.0181, -6.9600])
     """
+    options: dict[str, Any] = unknown
+    if not (  # the mapping below costs 1.6 us of a call of 14 us
+        None is bias is logit_scale  # type: ignore[comparison-overlap] # each may be None
+        is soft_cap is logit_bias is token_counts is repetition_penalty
+        is frequency_penalty is presence_penalty is token_mask is top_k is top_p is min_p is joint_top_p
+        is epsilon_cutoff is top_n_sigma
+        is top_logprobs is logprob_ids and return_logprobs is return_logsumexp is False
+    ):  # fmt: skip
+        options |= {
+            "bias": bias, "logit_scale": logit_scale, "soft_cap": soft_cap, "logit_bias": logit_bias,
+            "token_counts": token_counts, "repetition_penalty": repetition_penalty,
+            "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty, "token_mask": token_mask,
+            "top_k": top_k, "top_p": top_p, "min_p": min_p, "joint_top_p": joint_top_p,
+            "epsilon_cutoff": epsilon_cutoff, "top_n_sigma": top_n_sigma,
+            "return_logprobs": return_logprobs, "top_logprobs": top_logprobs, "logprob_ids": logprob_ids,
+            "return_logsumexp": return_logsumexp,
+        }  # fmt: skip
+    return draw(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size, impl, tp, options)
+
+
+def draw(
+    hidden_states: Tensor,  # (B, D)
+    weight: Tensor,  # (V, D)
+    temperature: Reals,  # or (B,)
+    seed: Integers | None,  # or (B,)
+    offset: Integers,  # or (B,)
+    num_samples: int,
+    vocab_size: int | None,
+    impl: str | None,
+    tp: "TensorParallel | None",
+    options: Mapping[str, Any],
+) -> SampleOutput:
+    """Does what ``sample`` documents. ``options``: its other arguments by name; none if all are off."""
     try:
-        if unknown:
-            raise unexpected_argument(next(iter(unknown)), sample)
         batch, vocab, device = check_matrices(hidden_states, weight, 1 if tp is None else 0)
         if tp is not None:
             if seed is None:
@@ -197,31 +228,17 @@ def sample(
             tokens, shard = check_vocab_size(vocab_size, vocab), WHOLE
             check_impl(impl)
         num_samples = check_num_samples(num_samples)
-        temperatures, seeds, offsets = parse_rows(temperature, seed, offset, batch, device)
+        temperatures, seeds, offsets = parse_rows(temperature, seed, offset, batch, device, callers=2)
         params = DEFAULT_PARAMS
-        if not (  # the mapping below costs 1.6 us of a call of 14 us
-            None is bias is logit_scale  # type: ignore[comparison-overlap] # each may be None
-            is soft_cap is logit_bias is token_counts is repetition_penalty
-            is frequency_penalty is presence_penalty is token_mask is top_k is top_p is min_p is joint_top_p
-            is epsilon_cutoff is top_n_sigma
-            is top_logprobs is logprob_ids and return_logprobs is return_logsumexp is False
-        ):  # fmt: skip
-            options = {
-                "bias": bias, "logit_scale": logit_scale, "soft_cap": soft_cap, "logit_bias": logit_bias,
-                "token_counts": token_counts, "repetition_penalty": repetition_penalty,
-                "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty, "token_mask": token_mask,
-                "top_k": top_k, "top_p": top_p, "min_p": min_p, "joint_top_p": joint_top_p,
-                "epsilon_cutoff": epsilon_cutoff, "top_n_sigma": top_n_sigma,
-                "return_logprobs": return_logprobs, "top_logprobs": top_logprobs, "logprob_ids": logprob_ids,
-                "return_logsumexp": return_logsumexp,
-            }  # fmt: skip
-            params = parse_sampling_params(options, batch_shape(batch, vocab, tokens, device, num_samples, tp))
+        if options:
+            shape = batch_shape(batch, vocab, tokens, device, num_samples, tp)
+            params = parse_sampling_params(options, shape, sample)
         inputs = SampleInputs(hidden_states, weight, temperatures, seeds, offsets, num_samples, tokens, shard, params)
         result = ops.sample(inputs, impl or "") if tp is None else ops.sample_sharded(inputs, tp)
     except BaseException as error:
         count_skipped_call(tp, error)
         raise
-    return make_output(result, batch, num_samples, params, token_counts)
+    return make_output(result, batch, num_samples, params, options.get("token_counts"))
 
 
 def sample_from_logits(
@@ -312,31 +329,24 @@ def parse_rows(
 ) -> tuple[Tensor | float, Tensor | int, Tensor | int]:
     """Returns temperature, seed and offset as backends take them; a seed of None is drawn. Warns as ``sample``
     documents, at the line ``callers`` calls above the function that calls this one."""
+    global _warned_of_shared_noise
     if seed is None:
         seed = torch.randint(-(2**63), 2**63 - 1, (batch,), dtype=torch.int64, device=device)
     temperatures = reals("temperature", temperature, batch, device)
     seeds = integers("seed", seed, batch, device)
     offsets = integers("offset", offset, batch, device)
-    if batch > 1 and not (isinstance(seeds, Tensor) or isinstance(offsets, Tensor) or torch.compiler.is_compiling()):
-        greedy = not isinstance(temperatures, Tensor) and temperatures < GREEDY_BELOW
-        if not greedy:
-            _warn_of_shared_noise(batch, 2 + callers)
+    shared = batch > 1 and type(seeds) is type(offsets) is int and not torch.compiler.is_compiling()
+    if shared and not _warned_of_shared_noise and (isinstance(temperatures, Tensor) or temperatures >= GREEDY_BELOW):
+        _warned_of_shared_noise = True
+        warnings.warn(
+            f"one seed and one offset for {batch} rows: rows with equal hidden states draw equal tokens, and every "
+            "call with this seed and offset draws with the same noise. Give every row a seed of its own "
+            "(seed=torch.arange(B, device=...), or None) and every step its offset; LMHeadSampler does both. A tensor "
+            "of equal seeds says that this is meant",
+            UserWarning,
+            stacklevel=2 + callers,
+        )
     return temperatures, seeds, offsets
-
-
-def _warn_of_shared_noise(batch: int, stacklevel: int) -> None:
-    global _warned_of_shared_noise
-    if _warned_of_shared_noise:
-        return
-    _warned_of_shared_noise = True
-    warnings.warn(
-        f"one seed and one offset for {batch} rows: rows with equal hidden states draw equal tokens, and every call "
-        "with this seed and offset draws with the same noise. Give every row a seed of its own (seed=torch.arange(B, "
-        "device=...), or None) and every step its offset; LMHeadSampler does both. A tensor of equal seeds says that "
-        "this is meant",
-        UserWarning,
-        stacklevel=stacklevel + 1,
-    )
 
 
 def check_matrices(
@@ -383,8 +393,6 @@ def check_logits(logits: Tensor, name: str = "logits") -> tuple[int, int]:
         raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(logits.shape)}; {hint}")
     if logits.dtype not in DTYPES:
         raise TypeError(f"{name} must be bfloat16, float16 or float32, got {logits.dtype}")
-    if logits.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got {logits.layout}")
     if logits.shape[1] < 1:
         raise ValueError(f"{name} must have at least one column, got shape {tuple(logits.shape)}")
     return logits.shape[0], logits.shape[1]
@@ -441,7 +449,8 @@ def check_vocab_size(vocab_size: int | None, vocab: int, whose: str = "weight", 
 
 def check_num_samples(num_samples: Any) -> int:
     """Returns the number of draws per row. Raises what ``sample`` documents."""
-    count = num_samples if type(num_samples) in (int, torch.SymInt) else integer("num_samples", num_samples)
+    is_int = type(num_samples) is int or isinstance(num_samples, torch.SymInt)
+    count = num_samples if is_int else integer("num_samples", num_samples)
     if not 1 <= count <= noise.MAX_DRAWS:
         raise ValueError(f"num_samples must be from 1 to 2**24, got {count}")
     return count  # type: ignore[return-value] # a SymInt serves as an int

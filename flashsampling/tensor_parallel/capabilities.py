@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import BACKENDS, tried_on
+from ..backends import BACKENDS
 from ..inputs import example
 
 TRANSPORTS = ("p2p", "nccl", "gloo")
@@ -146,7 +146,8 @@ def choose_impl(members: Sequence[RankCapabilities]) -> str:
     if requested is not None and requested not in names:
         raise ValueError(f"impl must be None or one of {', '.join(names)} under tensor parallelism, got {requested!r}")
     if requested is None:
-        names = [backend.name for backend in tried_on(members[0].device) if backend.sharded]
+        kind = "cuda" if members[0].device == "cuda" else "cpu"
+        names = [name for name in names if kind in BACKENDS[name].chosen_on]
     for name in [requested] if requested else names:
         refused = {rank: member.cannot[name] for rank, member in enumerate(members) if name in member.cannot}
         if not refused:

@@ -31,7 +31,7 @@ def toy():
         steps.append(step)
         return streaming.run(step)
 
-    backend: Any = Backend("toy", "toy", chosen_on="cpu", sharded=True)
+    backend: Any = Backend("toy", "toy", chosen_on=("cpu",), sharded=True)
     backend.module = SimpleNamespace(
         unsupported=lambda step: "odd vocabularies are not its own" if step.vocab_size % 2 else None,
         run=run,
@@ -87,7 +87,7 @@ def test_what_a_backend_does_not_do_is_refused_by_name(toy, monkeypatch, no_mach
         ops.sample(recovery, "toy")
     assert torch.equal(ops.sample(recovery, "").ids, ops.sample(recovery, "reference").ids)
     assert not toy.steps
-    monkeypatch.setattr(streaming, "UNSUPPORTED_PARAMS", ("stream",), raising=False)
+    monkeypatch.setattr(BACKENDS["streaming"], "unsupported_params", ("stream",))
     with pytest.raises(
         ValueError, match="no implementation can do this on cpu: toy: it does not do stream; streaming: it does"
     ):

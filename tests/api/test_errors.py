@@ -129,7 +129,7 @@ def _without_triton(call):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
         # one that has not looked yet
-        new = Backend("triton", "kernels.triton", needs=BACKENDS["triton"].needs, chosen_on="cuda", sharded=True)
+        new = Backend("triton", "kernels.triton", needs=BACKENDS["triton"].needs, chosen_on=("cuda",), sharded=True)
         patched.setitem(BACKENDS, "triton", new)
         return call(impl="triton")
 

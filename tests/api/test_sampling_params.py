@@ -671,7 +671,7 @@ def test_an_option_alone_is_parsed(name, monkeypatch):
     """``sample`` skips the parser where no option is given."""
     parsed: list[dict[str, Any]] = []
 
-    def parse(options: dict[str, Any], shape: BatchShape) -> SamplingParams:
+    def parse(options: dict[str, Any], shape: BatchShape, function: Any) -> SamplingParams:
         parsed.append(options)
         return DEFAULT_PARAMS
 

@@ -103,9 +103,8 @@ def generate(
         return_logprobs: fills ``logprobs``, ``processed_logprobs`` and ``ranks`` of a ``GenerateOutput``.
         top_logprobs: up to 20; fills ``top_token_ids`` and ``top_logprobs``.
         request: sampling parameters of ``flashsampling.sample``, for all rows or one per returned sequence:
-            ``logit_bias``, ``token_mask``, ``top_k``, ``top_p``, ``min_p``, ``epsilon_cutoff``, ``top_n_sigma``,
-            ``repetition_penalty``, ``frequency_penalty``, ``presence_penalty``. Each replaces its field of
-            ``generation_config`` (None too, but not of ``sequence_bias``); a mask is added.
+            ``logit_bias``, ``token_mask``, the penalties, and the filters except ``joint_top_p``. Each replaces its
+            field of ``generation_config`` (None too, but not of ``sequence_bias``); a mask is added.
 
     Returns:
         (B, T + new tokens) int64 token ids; sequences that ended early are padded with the pad token. Or a

@@ -6,14 +6,20 @@ import torch
 from torch import Tensor
 
 from ...param_parsers import MAX_BIASED, BatchShape
-from ...sampling_params import SamplingOptions, parse_sampling_params, unexpected_argument
+from ...sampling_params import (
+    DEFAULT_PARAMS,
+    FILTER_FIELDS,
+    PENALTIES,
+    ROW_FIELDS,
+    SamplingOptions,
+    parse_sampling_params,
+    unexpected_argument,
+)
 from ...token_counts import TokenCounts
 from .processors import ProcessorParams, TokenRule
 
-_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "epsilon_cutoff": 0.0}  # with the values that switch them off
-_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 # arguments of ``generate(request=...)``: a GenerationConfig has no field for them, or only a scalar one
-PER_ROW = ("logit_bias", *_PENALTIES, "token_mask", "top_k", "top_p", "min_p", "epsilon_cutoff", "top_n_sigma")
+PER_ROW = ("logit_bias", "token_mask", *(name for name in ROW_FIELDS if name != "joint_top_p"))
 
 
 class StepParams:
@@ -35,7 +41,8 @@ class StepParams:
         self.vocab_size, self.device = vocab_size, device
         if not isinstance(given, dict):
             raise TypeError(f"request must be a dictionary, got {type(given).__name__}")
-        filters: Any = {name: getattr(params, name) for name, off in _FILTERS.items() if getattr(params, name) != off}
+        filters: Any = {name: getattr(params, name, None) for name in FILTER_FIELDS}  # None: it has no processor
+        filters = {name: x for name, x in filters.items() if x is not None and x != getattr(DEFAULT_PARAMS, name)}
         self._constant: SamplingOptions = filters
         self._ngrams = params.ngrams
         self._rules, self._masks = params.rules, {}  # type: ignore[var-annotated] # active rules -> their mask
@@ -50,7 +57,7 @@ class StepParams:
         if given.get("repetition_penalty") is not None and params.repetition_penalty == 1.0:
             # transformers has no processor then, and the penalty ignores padding
             self._left_out = _padding(attention_mask, prompt)
-        if params.repetition_penalty != 1.0 or any(given.get(name) is not None for name in _PENALTIES):
+        if params.repetition_penalty != 1.0 or any(given.get(name) is not None for name in PENALTIES):
             self._counts = self._counted(prompt)
             self._constant["token_counts"] = self._counts.read(len(prompt))
             self._constant["repetition_penalty"] = params.repetition_penalty
