@@ -87,8 +87,8 @@ def _find_candidates(
         cutoff = tl.maximum(least, top_k_cutoff(columns, reached.to(tl.int64)))
         least = tl.where(guesses_count, least, cutoff)
     wanted = nucleus_target(filters.top_p, (row_mass * UNIT).to(tl.int64))
-    rest = (1.0 - filters.top_p) * row_mass * 0.8
-    fair_share = rest / source.vocab_size.to(tl.float32)
+    rest = (1.0 - filters.top_p) * row_mass * 0.95
+    fair_share = (1.0 - filters.top_p) * row_mass * 0.8 / source.vocab_size.to(tl.float32)
     guesses_mass = filters.by_top_p & (filters.of_top_k == 0) & (filters.by_sigma == 0)
     guesses = tl.where(guesses_mass, 2, 0)
     count = tl.full((), 0, tl.int32)
@@ -115,7 +115,7 @@ def _find_candidates(
                 complete = (guesses_mass & (mass >= wanted)) | (filters.by_top_k & (count >= filters.top_k))
             searching = (fits & (complete == 0)).to(tl.int32)  # the guess was too high
             cutoff = tl.where(searching != 0, least, cutoff)
-    if guesses_mass & (filters.top_p < 0.99999):  # tokens of less than a fair share of the rest have less than it
+    if guesses_mass & (filters.top_p < 0.9999):  # tokens of less than a fair share of the rest have less than it
         least = tl.maximum(least, min_p_cutoff(fair_share, top, scale))
     count, least = tl.where(complete, count, source.vocab_size), tl.where(complete, cutoff, least)
     return Tokens(source, (complete == 0).to(tl.int32), candidates_ptr, count, least, highest, top, scale)
