@@ -26,7 +26,6 @@ from flashsampling.tensor_parallel import (
     TensorParallel,
     TensorParallelTimeout,
     capabilities,
-    construction,
     p2p,
 )
 from flashsampling.tensor_parallel.gloo import Gloo
@@ -264,27 +263,6 @@ def test_what_ranks_must_have_alike(name, other):
     assert capabilities.check([_member("A"), _member("B")]) == [(0, 4), (4, 8)]
     with pytest.raises(ValueError, match=f"^{name} must be the same on all ranks, got rank 0: .*, rank 1: {other}"):
         capabilities.check([_member("A"), _member("B", **{name: other})])
-
-
-@pytest.mark.parametrize(("rows", "draws", "room"), [(1, 1, 1), (256, 1, 256), (256, 20, 5120)])
-def test_a_message_has_room_for_the_winners_of_the_largest_batch(rows, draws, room, monkeypatch):
-    made = []
-
-    class Made(Gloo):
-        def __init__(self, *given):
-            made.append(given[2:4])
-
-        def closed(self):
-            return None
-
-        def connect(self, bound):
-            assert bound == 15
-
-    monkeypatch.setattr(construction, "Gloo", Made)
-    making = construction.Construction(None, None, 0)
-    making.transport_name, making.own = "gloo", _member("", max_batch_size=rows, max_num_samples=draws)
-    making._make_transport(None, [making.own], DEVICE)
-    assert made == [(rows, room)]
 
 
 def test_room_for_results_and_logits():
