@@ -23,9 +23,6 @@ from flashsampling.tensor_parallel.failures import (
     TensorParallelTimeout,
 )
 from flashsampling.tensor_parallel.message import (
-    FAILED,
-    FIRST_PARAM,
-    HEADER,
     STEP,
 )
 from flashsampling.tensor_parallel.rendezvous import Rendezvous
@@ -475,23 +472,6 @@ def _post(it, rank, **fields):
 MISMATCH = Failure("mismatch", 1, 3, ("seed",), "rank 0")
 
 
-def test_as_many_as_have_begun_elsewhere(alone):
-    it, sent = alone
-    _post(it, 1, begun=2)
-    _post(it, 2, begun=3)
-    it.drain()
-    assert not sent  # nothing failed
-    it._set_failure(MISMATCH)
-    it.drain()
-    assert sent == [[0] * FAILED + [1] + [0] * (HEADER - FIRST_PARAM + 4)] * 3
-    assert it._progress().begun == it._progress().ended == 3
-    it.drain()
-    assert len(sent) == 3
-    _post(it, 1, begun=4)  # a graph's replay
-    it.drain()
-    assert len(sent) == 4
-
-
 def test_bulk_messages_that_have_begun_elsewhere(alone):
     """The thread joins these and the calling thread the others. What is under way of one holds up no other."""
     it, sent = alone
@@ -593,15 +573,6 @@ def test_catching_up_raises_nothing(failed, monkeypatch):
     assert it._progress().begun == 0
     it._rendezvous.end()  # and so has the store
     it.drain()
-    assert not sent
-
-
-def test_a_host_that_knows_issues_nothing(failed):
-    """It may come to know within a call, after which the others rely on what it posted."""
-    it, sent = failed
-    out = it.finish(torch.tensor([5, 6]), rows_only(2))
-    assert out.tolist() == [-1, -1]
-    assert it._progress() == Heartbeat(0, 0, knows=1)
     assert not sent
 
 

@@ -163,26 +163,6 @@ def test_ranks(world, impl, transport, name, results):
     _assert_ok(results(world, impl, transport, name))
 
 
-def test_what_is_behind_a_failure_is_run(monkeypatch):
-    kind = next(iter(NAMES))
-    names, calls = NAMES[kind][:: _shares(kind[1])], []
-
-    def run(world, left, **options):
-        calls.append(list(left))
-        fails = left.index(names[2]) if names[2] in left else len(left)
-        reported = ["ok"] * fails + ["a traceback"] + ["died"] * len(left)
-        return {
-            name: {rank: what if rank else "ok" for rank in range(world)}
-            for name, what in zip(left, reported, strict=False)
-        }
-
-    monkeypatch.setattr(scenarios, "run", run)
-    reported = _run((*kind, 0))
-    assert calls == [names, names[3:]]
-    assert list(reported) == names
-    assert [name for name in names if reported[name][1] != "ok"] == [names[2]]
-
-
 DEAD = {"a_rank_dies": 1, "the_first_rank_dies": 0, "a_rank_dies_in_a_round": 1}
 _FAILURES = [
     (*kind, scenario.__name__)
