@@ -1763,18 +1763,18 @@ def run(
     long: bool,
     seconds: float | None = None,
     one_visible: bool = False,
-    forked: bool = False,
 ) -> dict[str, dict[int, str]]:
-    """Per scenario and rank: "ok", a traceback, or "died". ``one_visible``: no rank sees another's GPU. ``forked``:
-    without a GPU ranks are forks of a process that has imported all of this, for seconds of a core each; their hashes
-    are then alike.
+    """Per scenario and rank: "ok", a traceback, or "died". ``one_visible``: no rank sees another's GPU.
+
+    Without a GPU ranks are forks of a process that has imported all of this, which takes a core seconds. Ranks whose
+    hashes of strings differ are those of ``tests/project/test_decode_tp.py``.
 
     A kind's scenarios take minutes on GPUs: the file that SCENARIO_LOG names has them, as they end, also of a run that
     is cut.
     """
     if seconds is None:  # on GPUs every group may compile kernels, for a minute or more where Triton's cache is empty
         seconds = 1200.0 if device == "cpu" else 900.0
-    forked = forked and device == "cpu"
+    forked = device == "cpu"
     context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
     if forked:
         context.set_forkserver_preload([__name__])

@@ -97,8 +97,7 @@ def _run(share: Share) -> dict[str, dict[int, str]]:
     reported: dict[str, dict[int, str]] = {}
     left = NAMES[world, impl, transport][first :: _shares(impl)]
     while left:
-        forked = (world, impl) != (2, "streaming")  # whose ranks have hashes of their own
-        ran = scenarios.run(world, left, device=DEVICE.type, impl=impl, transport=transport, long=LONG, forked=forked)
+        ran = scenarios.run(world, left, device=DEVICE.type, impl=impl, transport=transport, long=LONG)
         failed = (place for place, name in enumerate(left) if set(ran[name].values()) != {"ok"})
         done = next(failed, len(left)) + 1
         reported |= {name: ran[name] for name in left[:done]}
@@ -152,7 +151,7 @@ def _assert_ok(per_rank, expected_dead=None):
 
 
 def _assert_runs(world, names, impl="streaming", transport="gloo", device="cpu", **options):
-    options = {"long": False, "forked": True} | options
+    options = {"long": False} | options
     for per_rank in scenarios.run(world, names, device=device, impl=impl, transport=transport, **options).values():
         _assert_ok(per_rank)
 
@@ -174,7 +173,7 @@ _FAILURES = [
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("world", "impl", "transport", "name"), _FAILURES)
 def test_ranks_that_fail(world, impl, transport, name):
-    results = scenarios.run(world, [name], device=DEVICE.type, impl=impl, transport=transport, long=LONG, forked=True)
+    results = scenarios.run(world, [name], device=DEVICE.type, impl=impl, transport=transport, long=LONG)
     _assert_ok(results[name], expected_dead=DEAD.get(name))
 
 
