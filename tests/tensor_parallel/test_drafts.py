@@ -24,7 +24,7 @@ from flashsampling.tensor_parallel.p2p import PeerToPeer
 from flashsampling.tensor_parallel.transport import DryRun
 from tests.conftest import DEVICE
 from tests.mixes import Mix
-from tests.problems import KERNELS, fit
+from tests.problems import fit
 from tests.speculative.drafting import DraftChains as Problem
 from tests.speculative.drafting import make_drafted, sure_of
 from tests.speculative.test_verify import differences
@@ -121,20 +121,19 @@ def test_any_cut_is_the_oracle_s(problems, ranks):
     assert cuts >= {(2, False), (3, False), (4, False), (3, True)}
 
 
-@pytest.mark.quick(1)
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="ranks are played on the CPU")
-@pytest.mark.parametrize("impl", KERNELS)
-def test_kernels_do_it_too(impl, ranks):
-    """Few problems: Triton's interpreter takes a second for each."""
+def test_kernels_do_it_too(ranks):
+    """Few problems: Triton's interpreter takes a second for each. It has the drafts of ``cute`` as well, whose logits
+    ``test_filters.py`` exchanges."""
     pytest.importorskip("triton")
     requests = accepted = 0
     for seed in (1, 2, 5):
         kind: dict[str, Any] = {"poisoned": False, "sizes": (2, 2, 150), "wanted": ("top_k",)}
         problem = make_drafted(seed + 10**7, "rejection", head=True, **kind)
         assert problem.weight is not None
-        states = fit(impl, problem.states.flatten(0, 1)).unflatten(0, problem.states.shape[:2])
-        problem = replace(problem, states=states, weight=fit(impl, problem.weight))
-        expected, sure = assert_oracle(problem, of_ranks(problem, ranks, [(0, 70), (70, 150)], impl=impl))
+        states = fit("triton", problem.states.flatten(0, 1)).unflatten(0, problem.states.shape[:2])
+        problem = replace(problem, states=states, weight=fit("triton", problem.weight))
+        expected, sure = assert_oracle(problem, of_ranks(problem, ranks, [(0, 70), (70, 150)], impl="triton"))
         requests, accepted = requests + int(sure.sum()), accepted + int(expected.num_accepted.sum())
     assert requests >= 4
     assert accepted >= 2
@@ -270,7 +269,7 @@ def test_nothing_is_read_on_the_host_and_all_is_on_the_device(what):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("impl", ["streaming", *(KERNELS if DEVICE.type == "cpu" else ())])
+@pytest.mark.parametrize("impl", ["streaming", "triton"] if DEVICE.type == "cpu" else ["streaming"])
 def test_a_failed_step_has_no_token(impl):
     """Nor a number, whatever words it receives."""
 

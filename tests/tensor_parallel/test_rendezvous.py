@@ -1,6 +1,6 @@
 """Exchanges outside of steps, with threads for ranks, and conclusions of transports without a device. Late and busy
-ranks, errors and failures of one of them are scenarios (``construction_that_fails``, ``ranks_that_do_not_come``,
-``ranks_that_are_busy``, ``collective_check``)."""
+ranks and errors of one of them are scenarios (``construction_that_fails``, ``ranks_that_do_not_come``,
+``ranks_that_are_busy``)."""
 
 import functools
 import os
@@ -17,14 +17,8 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPSto
 from torch.distributed import distributed_c10d
 
 from flashsampling.tensor_parallel import nccl, rendezvous
-from flashsampling.tensor_parallel.failures import (
-    Failure,
-    TensorParallelError,
-    TensorParallelTimeout,
-)
-from flashsampling.tensor_parallel.message import (
-    STEP,
-)
+from flashsampling.tensor_parallel.failures import Failure, TensorParallelError, TensorParallelTimeout
+from flashsampling.tensor_parallel.message import STEP
 from flashsampling.tensor_parallel.rendezvous import Rendezvous
 from flashsampling.tensor_parallel.serialization import record_from_json, record_to_json
 from flashsampling.tensor_parallel.store import StoreGoneError, open_store
@@ -195,6 +189,23 @@ def test_excused_ranks_are_not_waited_for():
 
     results, times = ranks(3, work, _hash(), seconds=2 * SOON, late=(1,))
     assert results[0] == results[2] == results[1] == [b"x", None, b"x"]
+    assert max(times) < SOON
+
+
+def test_a_failure_of_the_group_ends_an_exchange():
+    failure = Failure("aborted", 1, 17, what="why")
+
+    def work(meet):
+        if meet.rank == 1:
+            time.sleep(0.5)
+            return meet.declare(failure)
+        return meet.exchange("meeting", b"", failure=meet.declared)
+
+    results, times = ranks(3, work, _hash(), seconds=30.0)
+    assert results[1] == failure
+    for error in (results[0], results[2]):
+        assert type(error) is TensorParallelError
+        assert error.failure == failure
     assert max(times) < SOON
 
 
