@@ -587,6 +587,15 @@ def test_catching_up_raises_nothing(failed, monkeypatch):
     assert not sent
 
 
+def test_a_host_that_knows_issues_nothing(failed):
+    """It may come to know within a call, after which the others rely on what it posted."""
+    it, sent = failed
+    out = it.finish(torch.tensor([5, 6]), rows_only(2))
+    assert out.tolist() == [-1, -1]
+    assert it._progress() == Heartbeat(0, 0, knows=1)
+    assert not sent
+
+
 def test_what_is_issued_less_what_graphs_replay(alone, monkeypatch):
     it, sent = alone
     winners = torch.zeros(2, dtype=torch.int64)
