@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashsampling import VerifyOutput, ops, verify
+from flashsampling import VerifyOutput, ops, sample, verify
 from flashsampling.backends import BACKENDS
 from flashsampling.exchange_protocol import PACKED, Shard
 from flashsampling.inputs import DraftChains, SampleInputs
@@ -155,6 +155,18 @@ def test_q_and_temperatures_with_a_gradient(ranks):
         out = verify(STATES, WEIGHT, DRAFTS, seed=torch.arange(3), **options, tp=ranks(WEIGHT, THREE), **REJECT)
         bare = {name: value.detach() for name, value in options.items()}
         assert not differences(out, verify(STATES, WEIGHT, DRAFTS, seed=torch.arange(3), **bare, **REJECT))
+
+
+@pytest.mark.parametrize("absent", [-1, 70])
+def test_an_id_that_is_no_token_is_no_draft(absent, ranks):
+    """The chain ends before it, with the token that ``sample`` draws."""
+    seeds = torch.arange(3)
+    drawn = torch.stack([sample(STATES[:, i], WEIGHT, seed=seeds, offset=i).token_ids for i in range(2)], dim=1)
+    drafts = torch.stack([drawn[:, 0], torch.full((3,), absent)], dim=1)
+    out = verify(
+        STATES, WEIGHT, drafts, draft_probs=torch.zeros(3, 2, 70), seed=seeds, tp=ranks(WEIGHT, THREE), **REJECT
+    )
+    assert out.token_ids.tolist() == torch.nn.functional.pad(drawn, (0, 1), value=-1).tolist()
 
 
 def test_whatever_is_on_the_device(ranks):
