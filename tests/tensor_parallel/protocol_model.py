@@ -15,8 +15,7 @@ Left out
     host, chunks of peers (but for a defect of theirs). A rank's stores into its own memory are there at once.
 
 Lazily: an arrival changes one address, so it matters only just before its owner reads or empties it. A step that reads
-chooses what has arrived by then, instead of an arrival being a step. ``Scenario.eager`` makes it one; the tests compare
-the two.
+chooses what has arrived by then, instead of an arrival being a step.
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ class Scenario:
     # of one block, that know of each other whether all accepted
     rows: str = TOGETHER
     defects: frozenset[str] = frozenset()
-    eager: bool = False
 
 
 class Rank(NamedTuple):
@@ -182,8 +180,6 @@ class Model:
 
     def contents(self, slot: Slot) -> list[tuple[Word | None, int]]:
         """Yields the values that the slot's owner may find, with the number of stores that have arrived."""
-        if self.scenario.eager:
-            return [(None if slot.emptied else slot.value, 0)]
         found = []
         for arrived in range(len(slot.coming) + 1):
             value = slot.coming[arrived - 1] if arrived else None if slot.emptied else slot.value
@@ -207,11 +203,10 @@ class Model:
         """Yields the verdicts that a rank may find in its own failure."""
         value, coming = world.failure[rank]
         yield value, world
-        if not self.scenario.eager:
-            for arrived in range(1, len(coming) + 1):
-                after = world.copy()
-                after.failure[rank] = coming[arrived - 1], coming[arrived:]
-                yield coming[arrived - 1], after
+        for arrived in range(1, len(coming) + 1):
+            after = world.copy()
+            after.failure[rank] = coming[arrived - 1], coming[arrived:]
+            yield coming[arrived - 1], after
 
     # -- steps
 
@@ -219,8 +214,6 @@ class Model:
         """All that can happen next, time-outs and deaths included."""
         for rank in range(self.ranks):
             yield from self.steps_of(world, rank)
-        if self.scenario.eager:
-            yield from self.arrivals(world)
         for index, slot in enumerate(world.slots):
             if slot.emptied and slot.coming:  # which loses a message: that it may also be found does not help
                 after = world.copy()
@@ -549,27 +542,6 @@ class Model:
         if self.remembers:
             for index in self.memory(rank):
                 world.slots[index] = EMPTY
-
-    def arrivals(self, world: World) -> Iterator[Step]:
-        for index, slot in enumerate(world.slots):
-            if slot.coming:
-                after = world.copy()
-                self.arrive(after, index, slot.coming[0], 1)
-                after.slots[index] = after.slots[index]._replace(emptied=slot.emptied)
-                if not self.has("late emptying"):
-                    assert not slot.emptied or slot.emptied > slot.coming[0].launch, (
-                        "a store met what was not yet emptied"
-                    )
-                yield Step(f"slot {index} arrives", after)
-            if slot.emptied:
-                after = world.copy()
-                after.slots[index] = slot._replace(value=None, emptied=0)
-                yield Step(f"slot {index} is empty", after)
-        for rank, (_, coming) in enumerate(world.failure):
-            if coming:
-                after = world.copy()
-                after.failure[rank] = coming[0], coming[1:]
-                yield Step(f"failure arrives at {rank}", after)
 
     # -- the end
 

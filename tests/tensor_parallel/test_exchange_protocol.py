@@ -53,7 +53,7 @@ def test_winners_of_shards_are_the_whole_vocabulary_s(impl, batch, num_samples, 
     problem = make_problem(batch, 700, dim, device, torch.bfloat16, num_samples, impl=impl)
     whole = problem.sample(impl)
     cuts = ((0, 1, 129, 129, 511, 700), (127, 640, 640, 700), (350, 700), (100, 200, 300, 400, 500, 600, 700))
-    for ends in cuts[:1] if impl == "triton" and device.type == "cpu" and batch > 6 else cuts:
+    for ends in cuts[:2] if impl == "triton" and device.type == "cpu" else cuts:
         tokens = exchange_protocol.tokens_of(_shard_winners(impl, problem, ends)).view(batch, num_samples)
         if impl == "streaming":
             assert_agreement(tokens, problem)

@@ -83,25 +83,6 @@ def test_everybody_has_everybody_else_s(size, files):
         assert reported == {other: f"memory of rank {other}" for other in range(size) if other != rank}
 
 
-def _dies() -> int:
-    raise ZeroDivisionError
-
-
-def test_memory_that_does_not_come(files):
-    """A rank that ends between saying where it listens and sending: the others name it, within the bound."""
-    made = files(3)
-
-    def work(meet):
-        if meet.rank == 1:
-            with pytest.raises(ZeroDivisionError):
-                exchange_file_descriptors(_dies, meet, 2.0)
-        else:
-            gone = r"no memory came from rank 1 within 2 s|rank 1 refused|another rank could not"
-            _refused(meet, made[meet.rank].exported, 2.0, gone)
-
-    _ranks(3, work)
-
-
 def test_another_rank_s_error_ends_the_wait_for_its_memory(files):
     made = files(3)
 

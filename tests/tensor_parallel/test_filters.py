@@ -198,7 +198,8 @@ def test_any_cut_is_the_oracle_s(transport):
 @pytest.mark.usefixtures("shared_memory")
 @pytest.mark.parametrize("impl", KERNELS)
 def test_kernels_give_one_rank_s_bits(impl):
-    rows, wanted = 0, 3000 if DEVICE.type == "cuda" else 16
+    # what the Hopper kernel adds in the emulator are the logits
+    rows, wanted = 0, 3000 if DEVICE.type == "cuda" else 8 if impl == "cute" else 16
     pytest.importorskip("triton")
     for seed in range(10**6):
         mix = Mix(seed + 6 * 10**7, poisoned=False, device=DEVICE)

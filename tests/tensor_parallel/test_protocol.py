@@ -139,22 +139,3 @@ def test_calls_left_out_must_count_on_the_device():
     assert not explore(caught).broken
     report = explore(replace(caught, programs=((ROW, ROW, ROW), (OUT, Call(REPLAY), Call(REPLAY)))))
     assert "accepts in launch 0, call 0, from rank 1" in report.broken
-
-
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        Scenario(((ROW, ROW),) * 2, ANY),
-        Scenario(((ROW, ROW, ROW),) * 2),
-        Scenario(((ROW, ROW), (OTHER, ROW)), ANY),
-        Scenario(((OUT, ROW), (ROW, ROW)), ANY),
-        Scenario(((ROW,),) * 2, ANY, dies=frozenset({1})),
-    ],
-)
-def test_arrivals_as_steps_of_their_own_change_nothing(scenario):
-    """Choosing what has arrived only where it is read finds the same outcomes as every order of arrivals."""
-    lazy, eager = explore(scenario), explore(replace(scenario, eager=True))
-    assert not lazy.broken, lazy
-    assert not eager.broken, eager
-    assert eager.states > lazy.states
-    assert lazy.outcomes == eager.outcomes

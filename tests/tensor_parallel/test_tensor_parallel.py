@@ -26,7 +26,6 @@ from flashsampling.tensor_parallel import (
     TensorParallel,
     TensorParallelTimeout,
     capabilities,
-    construction,
     p2p,
 )
 from flashsampling.tensor_parallel.gloo import Gloo
@@ -35,62 +34,56 @@ from flashsampling.tensor_parallel.nccl import Nccl
 from flashsampling.tensor_parallel.rendezvous import Rendezvous
 
 from ..conftest import DEVICE
-from ..problems import KERNELS, rows_only
+from ..problems import IMPLEMENTATIONS, KERNELS, rows_only
 from . import scenarios
 
 GPUS = torch.cuda.device_count()
 LONG = GPUS > 0
 
-Share: TypeAlias = tuple[int, str, str, int]  # world size, implementation, transport, which of how many
+Kind: TypeAlias = tuple[int, str, str]  # world size, implementation, transport
+Share: TypeAlias = tuple[int, str, str, int]  # a kind, and which of how many
+
+# Without a GPU a scenario runs with one kind, by what needs most of its time: with two ranks where they draw much, with
+# three where they learn who is at fault, of whom most are right. The cuts and winners of kernels, and which header
+# differs in what, are tested without processes.
+ON_CPU: dict[Kind, list[str]] = {
+    (2, "streaming", "gloo"): [
+        *("many_steps", "disagreements", "memory_that_cannot_be_mapped", "generate", "two_at_once", "module"),
+        *("speculative_sequences", "requests_of_a_sampler", "parameters_of_the_first_rank", "one_request"),
+        *("steps_that_a_compiler_could_drop", "messages_of_others", "surroundings", "device_mesh"),
+        "a_broadcast_of_what_cannot_be_said",
+    ],
+    (3, "streaming", "gloo"): [
+        *("same_tokens", "rare_rows", "changing_batches", "delayed_ranks", "rejection", "requests", "other_requests"),
+        *("other_drafts", "out_of_step", "out_of_step_in_a_round", "other_parameters", "construction_that_fails"),
+        *("ranks_that_do_not_come", "ranks_that_are_busy", "leaving_by_an_exception", "leaving_while_others_wait"),
+        "collective_check",
+    ],
+    (4, "streaming", "gloo"): ["sub_groups"],  # two groups of two
+    (3, "streaming", "nccl"): [  # all but NCCL itself, for which gloo stands in
+        *("changing_batches", "sub_groups", "requests", "out_of_step", "other_parameters", "other_requests"),
+        *("out_of_step_in_a_round", "out_of_step_in_bulk", "leaving_by_an_exception", "an_all_gather_that_hangs"),
+        "hosts_that_learn_late",
+    ],
+    (2, "cute", "gloo"): ["other_requests"],  # what it does in one launch, the other implementations in rounds
+}
+NOT_FOR = {
+    "gloo": ["cuda_graphs", "no_sync", "hosts_that_learn_late", "out_of_step_in_bulk"],  # goes through the host
+    "p2p": ["hosts_that_learn_late", "out_of_step_in_bulk"],
+    "nccl": [],
+}
 
 
-def _kinds() -> list[tuple[int, str, str]]:
-    """World size, implementation, transport."""
-    if not GPUS:
-        kinds = [(world, "streaming", "gloo") for world in (2, 3, 4)] + [(2, "triton", "gloo")]
-        kinds += [(world, "streaming", "nccl") for world in (2, 3)]
-        return kinds + [(2, kernel, "gloo") for kernel in KERNELS if kernel == "cute"]
-    kinds = [(world, impl, "p2p") for world in (2, 4, 8) if world <= GPUS for impl in KERNELS]
-    kinds += [(world, KERNELS[-1], "nccl") for world in (2, 4, 8) if world <= GPUS]
-    return kinds + ([(2, "streaming", "nccl"), (2, "triton", "gloo")] if GPUS >= 2 else [])
+def _on_gpus(count: int) -> dict[Kind, list[str]]:
+    kinds = [(world, impl, "p2p") for world in (2, 4, 8) if world <= count for impl in KERNELS]
+    kinds += [(world, KERNELS[-1], "nccl") for world in (2, 4, 8) if world <= count]
+    kinds += [(2, "streaming", "nccl"), (2, "triton", "gloo")] if count >= 2 else []
+    names = [scenario.__name__ for scenario in scenarios.ON_GPU]
+    return {kind: [name for name in names if name not in NOT_FOR[kind[2]]] for kind in kinds}
 
 
-SCENARIOS = [scenario.__name__ for scenario in (scenarios.ON_GPU if GPUS else scenarios.ON_CPU)]
-
-STAND_IN = [
-    *("rare_rows", "changing_batches", "sub_groups", "out_of_step", "other_parameters", "leaving_by_an_exception"),
-    *("requests", "other_requests", "out_of_step_in_a_round", "rejection", "other_drafts", "out_of_step_in_bulk"),
-    *("collective_check", "ranks_that_do_not_come", "an_all_gather_that_hangs", "hosts_that_learn_late"),
-]
-
-
-def _names(world: int, impl: str, transport: str) -> list[str]:
-    # the interpreter is slow, and what its packed winners are is tested without processes
-    if impl == "triton" and not GPUS:
-        return ["rare_rows", "sub_groups"]
-    if impl == "cute" and not GPUS:  # what it does in one launch, the other implementations in rounds
-        return ["other_requests"]
-    if transport == "nccl" and not GPUS:  # its operations on tensors, and gloo's all-gather
-        return STAND_IN if world > 2 else STAND_IN[-2:]
-    if world > 3 and not GPUS:  # the others do all of it
-        return ["same_tokens", "rare_rows", "sub_groups", "out_of_step", "collective_check", "device_mesh"]
-    not_for = {
-        "gloo": ["cuda_graphs", "no_sync", "hosts_that_learn_late", "out_of_step_in_bulk"],
-        "p2p": ["hosts_that_learn_late", "out_of_step_in_bulk"],
-        "nccl": [],
-    }
-    if not GPUS:  # two and three ranks share what takes long
-        not_for["gloo"] += (
-            ["requests", "other_requests", "rejection", "other_drafts", "ranks_that_do_not_come", "ranks_that_are_busy"]
-            if world == 2
-            else ["generate", "drafts", "speculative_sequences", "requests_of_a_sampler"]
-        )
-    return [name for name in SCENARIOS if name not in not_for[transport]]  # gloo goes through the host
-
-
-CASES = [
-    (world, impl, transport, name) for world, impl, transport in _kinds() for name in _names(world, impl, transport)
-]
+NAMES = _on_gpus(GPUS) if GPUS else {kind: ON_CPU[kind] for kind in ON_CPU if kind[1] in IMPLEMENTATIONS}
+CASES = [(*kind, name) for kind, names in NAMES.items() for name in names]
 
 
 def _shares(impl: str) -> int:
@@ -102,10 +95,9 @@ def _run(share: Share) -> dict[str, dict[int, str]]:
     """Returns each rank's result of each scenario. After a failure new processes run the remaining scenarios."""
     world, impl, transport, first = share
     reported: dict[str, dict[int, str]] = {}
-    left = _names(world, impl, transport)[first :: _shares(impl)]
+    left = NAMES[world, impl, transport][first :: _shares(impl)]
     while left:
-        forked = world != 3  # three have hashes of their own
-        ran = scenarios.run(world, left, device=DEVICE.type, impl=impl, transport=transport, long=LONG, forked=forked)
+        ran = scenarios.run(world, left, device=DEVICE.type, impl=impl, transport=transport, long=LONG)
         failed = (place for place, name in enumerate(left) if set(ran[name].values()) != {"ok"})
         done = next(failed, len(left)) + 1
         reported |= {name: ran[name] for name in left[:done]}
@@ -124,7 +116,7 @@ def results(request, tmp_path_factory, worker_id):
     folder = base if worker_id == "master" else base.parent
 
     def share_of(world: int, impl: str, transport: str, name: str) -> Share:
-        return world, impl, transport, _names(world, impl, transport).index(name) % _shares(impl)
+        return world, impl, transport, NAMES[world, impl, transport].index(name) % _shares(impl)
 
     def reported(share: Share) -> pathlib.Path:
         return folder / f"{'-'.join(map(str, share))}.json"
@@ -159,7 +151,7 @@ def _assert_ok(per_rank, expected_dead=None):
 
 
 def _assert_runs(world, names, impl="streaming", transport="gloo", device="cpu", **options):
-    options = {"long": False, "forked": True} | options
+    options = {"long": False} | options
     for per_rank in scenarios.run(world, names, device=device, impl=impl, transport=transport, **options).values():
         _assert_ok(per_rank)
 
@@ -170,49 +162,23 @@ def test_ranks(world, impl, transport, name, results):
     _assert_ok(results(world, impl, transport, name))
 
 
-def test_what_is_behind_a_failure_is_run(monkeypatch):
-    kind = _kinds()[0]
-    names, calls = _names(*kind)[:: _shares(kind[1])], []
-
-    def run(world, left, **options):
-        calls.append(list(left))
-        fails = left.index(names[2]) if names[2] in left else len(left)
-        reported = ["ok"] * fails + ["a traceback"] + ["died"] * len(left)
-        return {
-            name: {rank: what if rank else "ok" for rank in range(world)}
-            for name, what in zip(left, reported, strict=False)
-        }
-
-    monkeypatch.setattr(scenarios, "run", run)
-    reported = _run((*kind, 0))
-    assert calls == [names, names[3:]]
-    assert list(reported) == names
-    assert [name for name in names if reported[name][1] != "ok"] == [names[2]]
-
-
 DEAD = {"a_rank_dies": 1, "the_first_rank_dies": 0, "a_rank_dies_in_a_round": 1}
-_FAIL = [kind for kind in _kinds() if GPUS or (kind[0] < 4 and kind[1:] == ("streaming", "gloo"))]
-
-
 _FAILURES = [
     (*kind, scenario.__name__)
     for scenario in scenarios.LAST
-    for kind in _FAIL
-    if GPUS or kind[0] == 3 or scenario is not scenarios.a_rank_dies_in_a_round
+    for kind in (NAMES if GPUS else [(3, "streaming", "gloo")])
 ]
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("world", "impl", "transport", "name"), _FAILURES)
 def test_ranks_that_fail(world, impl, transport, name):
-    results = scenarios.run(world, [name], device=DEVICE.type, impl=impl, transport=transport, long=LONG, forked=True)
+    results = scenarios.run(world, [name], device=DEVICE.type, impl=impl, transport=transport, long=LONG)
     _assert_ok(results[name], expected_dead=DEAD.get(name))
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("world", [2, 3])
-def test_gloo_never_names_the_wrong_rank(world):
-    _assert_runs(world, [scenario.__name__ for scenario in scenarios.OF_GLOO])
+def test_gloo_never_names_the_wrong_rank():
+    _assert_runs(3, [scenario.__name__ for scenario in scenarios.OF_GLOO])
 
 
 @pytest.mark.quick(0)
@@ -276,27 +242,6 @@ def test_what_ranks_must_have_alike(name, other):
     assert capabilities.check([_member("A"), _member("B")]) == [(0, 4), (4, 8)]
     with pytest.raises(ValueError, match=f"^{name} must be the same on all ranks, got rank 0: .*, rank 1: {other}"):
         capabilities.check([_member("A"), _member("B", **{name: other})])
-
-
-@pytest.mark.parametrize(("rows", "draws", "room"), [(1, 1, 1), (256, 1, 256), (256, 20, 5120)])
-def test_a_message_has_room_for_the_winners_of_the_largest_batch(rows, draws, room, monkeypatch):
-    made = []
-
-    class Made(Gloo):
-        def __init__(self, *given):
-            made.append(given[2:4])
-
-        def closed(self):
-            return None
-
-        def connect(self, bound):
-            assert bound == 15
-
-    monkeypatch.setattr(construction, "Gloo", Made)
-    making = construction.Construction(None, None, 0)
-    making.transport_name, making.own = "gloo", _member("", max_batch_size=rows, max_num_samples=draws)
-    making._make_transport(None, [making.own], DEVICE)
-    assert made == [(rows, room)]
 
 
 def test_room_for_results_and_logits():

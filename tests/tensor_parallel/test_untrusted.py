@@ -233,6 +233,14 @@ def test_a_verdict_that_no_rank_gave(verdict, ranks):
     assert isinstance(meet.fail("construction", ValueError()), TensorParallelError | RuntimeError)
 
 
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_payload_that_no_rank_sent(name, ranks):
+    store, meet, _ = ranks
+    store.set("0/0/1", HOSTILE[name])
+    with pytest.raises(TensorParallelError, match=r"store holds what no rank wrote \(0/1: it is no phase"):
+        meet.exchange("construction", b"x")
+
+
 @pytest.mark.parametrize("error", [*VERDICTS.values(), '{"present": [0, 1]}', "", "[0, 1]"])
 def test_an_error_that_no_rank_raised(error, ranks):
     store, meet, other = ranks
