@@ -106,13 +106,12 @@ def test_a_captured_step_feeds_no_minus_one(decode_tp, alone):
 
 @pytest.mark.quick(0)
 @pytest.mark.skipif(GPUS == 1, reason="needs no GPU, or two")
-@pytest.mark.parametrize(("temperature", "most"), [(0.0, 2), (0.8, 4 if GPUS else 2)])
-def test_tokens_do_not_depend_on_the_ranks(temperature, most, tmp_path):
+def test_tokens_do_not_depend_on_the_ranks(tmp_path):
     drawn = {}
-    for world in (1, min(most, GPUS or most)):
+    for world in (1, min(4, GPUS or 2)):
         out = tmp_path / f"{world}.json"
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", world, "scripts/decode_tp"]
-        words += ["--size", "tiny", "--tokens", 10, "--temperature", temperature, "--out", out]
+        words += ["--size", "tiny", "--tokens", 10, "--temperature", 0.8, "--out", out]
         path = os.environ.get("PYTHONPATH", "") + ":."
         assert "flashsampling" in run_python(*words, OMP_NUM_THREADS="1", PYTHONPATH=path)
         drawn[world] = json.loads(out.read_text())["tokens"]

