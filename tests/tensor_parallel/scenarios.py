@@ -1725,12 +1725,14 @@ LAST = [a_rank_is_late, a_rank_dies, the_first_rank_dies, a_rank_dies_in_a_round
 # -- starting ranks
 
 
-def _work(rank: Rank, names: Sequence[str], port: int, pipe: Connection) -> None:
+def _work(rank: Rank, names: Sequence[str], port: int, pipe: Connection, shared: bool) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank.rank)  # nothing may rest on equal generators
     backend = "gloo"
     if rank.device.type == "cpu" and rank.transport == "nccl":  # all but NCCL itself: gloo stands in for it
         capabilities.why_no_nccl = lambda members: None
+    if shared:  # a kernel that waits for a peer's shares the GPU by time slices; nobody times it
+        capabilities._gpu = lambda device: str(rank.rank)
     if rank.device.type == "cuda":
         torch.cuda.set_device(rank.device)
         backend = "cpu:gloo,cuda:nccl"
@@ -1764,7 +1766,8 @@ def run(
     seconds: float | None = None,
     one_visible: bool = False,
 ) -> dict[str, dict[int, str]]:
-    """Per scenario and rank: "ok", a traceback, or "died". ``one_visible``: no rank sees another's GPU.
+    """Per scenario and rank: "ok", a traceback, or "died". ``one_visible``: no rank sees another's GPU. On fewer GPUs
+    than ranks, these share them: ``p2p`` works so, NCCL does not.
 
     Without a GPU ranks are forks of a process that has imported all of this, which takes a core seconds. Ranks whose
     hashes of strings differ are those of ``tests/project/test_decode_tp.py``.
@@ -1782,10 +1785,11 @@ def run(
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     pipes, processes = {}, []
+    gpus = torch.cuda.device_count() if device == "cuda" else world
     for rank in range(world):
-        where = torch.device("cuda", 0 if one_visible else rank) if device == "cuda" else torch.device("cpu")
+        where = torch.device("cuda", 0 if one_visible else rank % gpus) if device == "cuda" else torch.device("cpu")
         ours, other_out = context.Pipe(duplex=False)
-        arguments = (Rank(rank, world, where, impl, transport, long), list(names), port, other_out)
+        arguments = (Rank(rank, world, where, impl, transport, long), list(names), port, other_out, gpus < world)
         process = context.Process(target=_work, args=arguments, daemon=True)
         with pytest.MonkeyPatch.context() as patch:  # what is imported first asks CUDA for the devices already
             if one_visible:

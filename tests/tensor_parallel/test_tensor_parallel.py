@@ -67,6 +67,10 @@ ON_CPU: dict[Kind, list[str]] = {
     ],
     (2, "cute", "gloo"): ["other_requests"],  # what it does in one launch, the other implementations in rounds
 }
+ON_ONE_GPU = [  # whose ranks share it
+    *("requests", "other_requests", "other_drafts", "other_parameters", "out_of_step_in_a_round", "rejection"),
+    *("no_sync", "cuda_graphs"),
+]
 NOT_FOR = {
     "gloo": ["cuda_graphs", "no_sync", "hosts_that_learn_late", "out_of_step_in_bulk"],  # goes through the host
     "p2p": ["hosts_that_learn_late", "out_of_step_in_bulk"],
@@ -75,6 +79,8 @@ NOT_FOR = {
 
 
 def _on_gpus(count: int) -> dict[Kind, list[str]]:
+    if count == 1:
+        return {(2, "triton", "p2p"): ON_ONE_GPU}
     kinds = [(world, impl, "p2p") for world in (2, 4, 8) if world <= count for impl in KERNELS]
     kinds += [(world, KERNELS[-1], "nccl") for world in (2, 4, 8) if world <= count]
     kinds += [(2, "streaming", "nccl"), (2, "triton", "gloo")] if count >= 2 else []
@@ -166,7 +172,7 @@ DEAD = {"a_rank_dies": 1, "the_first_rank_dies": 0, "a_rank_dies_in_a_round": 1}
 _FAILURES = [
     (*kind, scenario.__name__)
     for scenario in scenarios.LAST
-    for kind in (NAMES if GPUS else [(3, "streaming", "gloo")])
+    for kind in (NAMES if GPUS > 1 else [(3, "streaming", "gloo")] if GPUS == 0 else [])
 ]
 
 
