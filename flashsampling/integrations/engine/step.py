@@ -50,9 +50,9 @@ class Batch(NamedTuple):
 
 
 class BatchCache(NamedTuple):
-    """Everything that stays while a batch has the same requests in the same rows."""
+    """Everything that stays while a batch has the same slots, or the same requests, in the same rows."""
 
-    key: Hashable
+    key: Hashable  # of these; slots do not tell requests apart: ``FusedStep.forget_batch``
     needs: int  # of all rows together
     top_logprobs: int | None  # of the row with the most; None: no row asks for any, its token's included
     rows: Rows
@@ -87,6 +87,10 @@ class FusedStep:
         self.words = -(-head.vocab_size // 32)
         self.undefined = torch.zeros(1, dtype=torch.int64, device=device)
         self.batch_cache: BatchCache | None = None  # of the last step
+
+    def forget_batch(self) -> None:
+        """Reads the parameters of the next step anew. To be called when a slot gets another request."""
+        self.batch_cache = None
 
     # -- an engine's subclass says
 
@@ -143,7 +147,7 @@ class FusedStep:
             raise
 
     def _cached(self, requests: Any) -> BatchCache:
-        """While a batch has the same requests in the same rows, nothing is looked up or copied again."""
+        """Looks up and copies a batch's parameters, unless the last step had its slots or requests in the same rows."""
         key = requests if isinstance(requests, tuple) else requests.tobytes()
         if self.batch_cache is None or self.batch_cache.key != key:
             out, batch = None, len(requests)

@@ -7,7 +7,8 @@ batch.
 ``register`` is the entry point of the group ``vllm.general_plugins``, which vLLM calls in each of its processes. It
 imports nothing of vLLM: ``load`` waits until vLLM imports its worker, and inspects the model once it is loaded.
 ``head`` finds the LM head, ``request_info`` reads requests, ``step`` reads vLLM's state, ``batches`` its batches, and
-``runner`` is where all of it meets vLLM's model runner. docs/vllm.md has what is fused, what is not, and what that
+``runner`` is where all of it meets vLLM's model runner. What SGLang shares is in ``integrations/engine``:
+``engine.step`` keeps a batch's parameters from step to step. docs/vllm.md has what is fused, what is not, and what that
 means for seeds.
 """
 

@@ -49,8 +49,8 @@ class VllmStep(FusedStep):
         self._masked = np.zeros(len(state.reasons), bool)
 
     def add(self, slot: int, params: Any, prompt_len: int) -> None:
-        """Reads a request that takes a slot, once vLLM's sampler has read it."""
-        self.batch_cache = None
+        """Reads a request that takes a slot, once vLLM's sampler has read it. A batch of the same slots is another."""
+        self.forget_batch()
         info = parse_request(params, prompt_len, self.state.rules)
         self.state.set(slot, info)
         if info.mask is None and not self._masked[slot]:

@@ -291,34 +291,35 @@ def test_a_batch_of_one_kind(name):
     step_and_check(runner, dict.fromkeys(requests, len(PROMPT)), requests)
 
 
-def test_parameters_are_copied_once_for_a_batch(monkeypatch):
-    """While requests and their rows stay the same; another in the slot of one that has ended is another, also in a
-    batch that looks the same."""
-    read_requests, copied = VllmStep.read_requests, []
+@pytest.fixture
+def copied(monkeypatch):
+    """The arguments of each call of ``read_requests``."""
+    read_requests, calls = VllmStep.read_requests, []
+    monkeypatch.setattr(VllmStep, "read_requests", lambda *args: calls.append(args) or read_requests(*args))
+    return calls
 
-    def counted(*args):
-        copied.append(args)
-        return read_requests(*args)
 
-    monkeypatch.setattr(VllmStep, "read_requests", counted)
+def test_parameters_are_copied_once_for_a_batch(copied):
     runner, requests = runner_of(), {"a": (PROMPT, SERVED["top_k"]), "b": (PROMPT, SERVED["logprobs"])}
     runner.add(**requests)
-
-    def step(*names, expect):
+    for names, count in (("ab", 1), ("ab", 1), ("ba", 2), ("a", 3)):
         step_and_check(runner, names, requests)
-        assert len(copied) == expect
+        assert len(copied) == count
 
-    step("a", "b", expect=1)
-    step("a", "b", expect=1)
-    step("b", "a", expect=2)
+
+def test_a_request_in_the_slot_of_another_has_its_own_parameters(copied):
+    """Also in a batch that looks the same: the same slots in the same rows."""
+    runner, requests = runner_of(), {"a": (PROMPT, SERVED["top_k"]), "b": (PROMPT, SERVED["logprobs"])}
+    runner.add(**requests)
+    step_and_check(runner, "ba", requests)
     slot = runner.req_states.req_id_to_index["b"]
-    for name, kind, count in (("c", "bias", 3), ("d", "plain", 4)):
-        runner.finish("b" if name == "c" else "c")
+    for last, name, kind in (("b", "c", "bias"), ("c", "d", "plain")):
+        runner.finish(last)
         requests[name] = (PROMPT, SERVED[kind])
         runner.add(**{name: requests[name]})
         assert runner.req_states.req_id_to_index[name] == slot
-        step(name, "a", expect=count)
-    step("a", expect=5)
+        step_and_check(runner, (name, "a"), requests)
+    assert len(copied) == 3
 
 
 def test_there_are_not_more_graphs_than_some(monkeypatch):
