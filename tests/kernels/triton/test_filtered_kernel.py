@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.triton.filtered import filtered_sample_kernel
-from flashsampling.kernels.triton.filtered.dispatch import BlockStats, Config, Records, draw, empty_records, run
+from flashsampling.kernels.triton.filtered.dispatch import CONFIG, BlockStats, Config, Records, draw, empty_records, run
 from flashsampling.outputs import DEFERRED_DRAW, SampleResult, layout
 from flashsampling.reference import logit_transforms, oracle
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
@@ -315,6 +315,21 @@ def test_equal_rows_are_known_where_the_last_blocks_hold_no_token(vocab, monkeyp
 
     monkeypatch.setattr(filtered_sample_kernel, "find_limit", search)
     check(make_step(batch=1, vocab=vocab, params=SamplingParams(top_p=0.9), std=0.0))
+
+
+@pytest.mark.skipif(CUDA or COMPILED, reason="looks into the interpreter")
+def test_a_large_top_k_reads_its_candidates_alone(monkeypatch):
+    """Not the row, which takes ten times as long: more tokens have the highest logits than columns of blocks."""
+    find_limit, whole = filtered_sample_kernel.find_limit, []
+
+    def search(tokens, *rest):
+        whole.append(int(tokens.whole.handle.data.item()))
+        return find_limit(tokens, *rest)
+
+    monkeypatch.setattr(filtered_sample_kernel, "find_limit", search)
+    step = make_step(batch=1, vocab=40000, params=SamplingParams(top_k=1000))
+    check(step, config=replace(CONFIG, capacity=3000))
+    assert set(whole) == {0}
 
 
 def test_a_row_is_the_same_in_any_batch():
