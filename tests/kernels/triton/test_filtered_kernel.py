@@ -80,7 +80,7 @@ def draw_filtered(
     deferred: Tensor | bool = False,
 ) -> SampleResult:
     """Rows 16 bytes apart, what lies between them is not read, nor are blocks below ``cutoffs``, nor beside these the
-    masses of rows with a top-k; tokens without filters from the oracle, but of rows ``deferred``."""
+    masses of rows with a top-k and no joint top-p; tokens without filters from the oracle, but of rows ``deferred``."""
     assert step.logits is not None
     unfiltered = oracle.run(step._replace(params=DEFAULT_PARAMS)).ids
     if DEVICE.type == "cuda":  # the kernel's own arithmetic, where two scores are next to equal
@@ -94,8 +94,9 @@ def draw_filtered(
     if cutoffs is not None:
         step = with_logits(step, without_blocks(step, block_stats.keys < cutoffs[:, None]))
         top_k = torch.as_tensor(step.params.top_k, device=DEVICE).expand(len(cutoffs))
+        joint = torch.as_tensor(step.params.joint_top_p, device=DEVICE).expand(len(cutoffs)) != 0
         if block_stats.sums is not None:
-            block_stats.sums[(top_k > 0) & (top_k < step.vocab_size)] = math.nan
+            block_stats.sums[(top_k > 0) & (top_k < step.vocab_size) & ~joint] = math.nan
     assert step.logits is not None
     if cutoffs is None:
         wide = torch.nn.functional.pad(step.logits, (0, -step.vocab_size % 4 + 4), value=math.nan)
@@ -307,14 +308,16 @@ def test_equal_rows_where_the_unfiltered_token_is_kept_and_where_it_is_not():
 
 @pytest.mark.skipif(CUDA or COMPILED, reason="looks into the interpreter")
 @pytest.mark.parametrize("vocab", [384, 385, 417, 432, 433])
-def test_equal_rows_are_known_where_the_last_blocks_hold_no_token(vocab, monkeypatch):
-    """Of such a row nothing is searched, which would take several passes over it."""
+@pytest.mark.parametrize("room", [{}, {"width": 16}, {"width": 16, "capacity": 512}])
+def test_equal_rows_are_known_where_the_last_blocks_hold_no_token(vocab, room, monkeypatch):
+    """Of such a row nothing is searched, which would take several passes over it: a row that is read, with a block in
+    each column or several, or gathered."""
 
     def search(*_):
         raise AssertionError("the row is searched")
 
     monkeypatch.setattr(filtered_sample_kernel, "find_limit", search)
-    check(make_step(batch=1, vocab=vocab, params=SamplingParams(top_p=0.9), std=0.0))
+    check(make_step(batch=1, vocab=vocab, params=SamplingParams(top_p=0.9), std=0.0), config=replace(SMALL, **room))
 
 
 @pytest.mark.skipif(CUDA or COMPILED, reason="looks into the interpreter")
@@ -440,6 +443,7 @@ ROOMY = SMALL if CUDA else replace(SMALL, capacity=512)  # candidates below a cu
         (SamplingParams(min_p=0.05), 0.3),
         (SamplingParams(min_p=1.0), 0.5),
         (SamplingParams(top_p=0.8, min_p=1e-3), 0.3),
+        (SamplingParams(top_k=60, top_p=0.9, joint_top_p=1), 0.2),
     ],
 )
 def test_cutoffs_of_mixed_rows(params, share):

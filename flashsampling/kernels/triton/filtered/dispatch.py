@@ -78,8 +78,8 @@ class BlockStats(NamedTuple):
 
     keys: Tensor  # (B, blocks) int32: ``order.key_of`` the highest logit; that of -inf where there is no token
     # (B, blocks) float32: sums of exp2((x - the highest) * ``mass_scale(temperature)``), beside an infinite x the
-    # number of infinite ones; None where no row has a top-p without a top-k, and no log-probabilities are requested.
-    # Beside ``cutoffs`` those of rows with a top-k may be anything
+    # number of infinite ones; None where no row has a top-p of all tokens, and no log-probabilities are requested.
+    # Beside ``cutoffs`` those of rows with a top-k may be anything, unless a top-p takes its share of all tokens
     sums: Tensor | None = None
     raw_sums: Tensor | None = None  # likewise at temperature 1; None where no log-sum-exp is needed
     # (B,) int32: blocks with a lower key were not stored. None: all are, as log-probabilities and records need. At most

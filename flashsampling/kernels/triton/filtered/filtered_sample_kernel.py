@@ -217,7 +217,9 @@ def _draw_row(
             if filters.by_sigma & filters.by_top_p & (filters.of_top_k == 0):  # all that it keeps are among the tokens
                 row_mass = to_mass(mass_from(tokens, limit, none, TILE))
             equal = tl.full((), 0, tl.int1)
-            if (tokens.whole != 0) & (tl.min(tl.where(columns > NO_LOGIT, columns, highest), axis=0) == highest):
+            # of a block without a token the key is that of -inf
+            alike = tl.min(tl.where(columns > MINUS_INF, columns, highest), axis=0) == highest
+            if alike & (tokens.count > FEW):
                 lowest, _ = row_extent(source, stored.keys_at, blocks, TILE)
                 equal = lowest == highest
             kept = has_winner & (winner_key >= tokens.lowest) & (wants_record == 0) & (equal == 0)

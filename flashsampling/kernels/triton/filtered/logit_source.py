@@ -26,7 +26,7 @@ class StoredLogits(NamedTuple):
     vocab_size: int
     by_block: int  # ``LogitSource.by_block``
     keys_at: int  # (B, blocks) int32
-    sums_at: int  # (B, blocks) float32; of rows with a top-p without a top-k, and of all rows where records are written
+    sums_at: int  # (B, blocks) float32; of rows with a top-p of all tokens, and of all rows where records are written
     cutoffs_at: int  # (B,) int32: ``LogitSource.cutoff``
 
 
