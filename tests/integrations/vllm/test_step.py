@@ -295,7 +295,12 @@ def test_a_batch_of_one_kind(name):
 def copied(monkeypatch):
     """The arguments of each call of ``read_requests``."""
     read_requests, calls = VllmStep.read_requests, []
-    monkeypatch.setattr(VllmStep, "read_requests", lambda *args: calls.append(args) or read_requests(*args))
+
+    def counted(*args):
+        calls.append(args)
+        return read_requests(*args)
+
+    monkeypatch.setattr(VllmStep, "read_requests", counted)
     return calls
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from flashsampling.inputs import SampleInputs
 from flashsampling.kernels.triton.filtered import filtered_sample_kernel
 from flashsampling.kernels.triton.filtered.dispatch import CONFIG, BlockStats, Config, Records, draw, empty_records, run
+from flashsampling.kernels.triton.filtered.prefix import find_limit
 from flashsampling.outputs import DEFERRED_DRAW, SampleResult, layout
 from flashsampling.reference import logit_transforms, oracle
 from flashsampling.sampling_params import DEFAULT_PARAMS, SamplingParams
@@ -323,7 +324,7 @@ def test_equal_rows_are_known_where_the_last_blocks_hold_no_token(vocab, room, m
 @pytest.mark.skipif(CUDA or COMPILED, reason="looks into the interpreter")
 def test_a_large_top_k_reads_its_candidates_alone(monkeypatch):
     """Not the row, which takes ten times as long: more tokens have the highest logits than columns of blocks."""
-    find_limit, whole = filtered_sample_kernel.find_limit, []
+    whole = []
 
     def search(tokens, *rest):
         whole.append(int(tokens.whole.handle.data.item()))
