@@ -1,7 +1,7 @@
 """A model of the Hopper kernel's thresholds in exact float32, and random and adversarial rows for it.
 
 As ``kernels/hopper/thresholds.py`` and ``kernels/hopper/noise.py`` have it, name by name; what holds of it is tried in
-``test_cute_threshold_model``."""
+``test_threshold_model``."""
 
 import numpy as np
 
