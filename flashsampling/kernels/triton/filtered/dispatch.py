@@ -16,8 +16,8 @@ per block, 16 more where raw log-probabilities are requested, 4 bytes per token 
 and twice as much would be read for a candidate; a Hopper kernel has 32 of a row in one thread.
 
 Rejected, with their figures on an H200, V=151936 D=4096: rare rows in a kernel of their own, 4 to 7 us a step; no
-comparison of each of a few candidates with each, 4 us at one row and 15 at 64 for a top-k; a dummy row that each program draws first, to bring instructions to the caches, -1 to
-+12 us.
+comparison of each of a few candidates with each, 4 us at one row and 15 at 64 for a top-k; a dummy row that each
+program draws first, to bring instructions to the caches, -1 to +12 us.
 """
 
 import os
@@ -42,7 +42,6 @@ from .logprobs_kernel import LogprobOutputs, logprobs_kernel
 from .transforms import Filters, HeadTransform, RequestTransforms, Rows
 
 _TILES = 256  # that the second launch reads: 2**20 tokens, the most that have filters, by 4096
-
 _CANDIDATES = 1 << 21  # of a step, where 4096 a row do not take more
 
 

@@ -1,5 +1,5 @@
-"""Draws a token: the best score among the kept ones, of candidates or of a row. Scores have the same bits in all kernels
-of this package."""
+"""Draws a token: the best score among the kept ones, of candidates or of a row. Scores have the same bits in all
+kernels of this package."""
 
 from typing import NamedTuple
 

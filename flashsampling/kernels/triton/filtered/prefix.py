@@ -58,7 +58,7 @@ def logits_of(sort_keys):
 
 @jit(noinline=True)
 def mass_from(tokens, limit, least, TILE: tl.constexpr):
-    """Returns the mass of the tokens from the sort key ``limit`` on whose mass is at least ``least``, in fixed point."""
+    """Returns the mass of the tokens from the sort key ``limit`` on of a mass of at least ``least``, in fixed point."""
     total = tl.zeros((TILE,), tl.int64)
     for start in range(0, tokens.count, TILE):
         words, live = load_tile(tokens, start, TILE)
@@ -122,16 +122,16 @@ def shortest_prefix(
             units = units_of(logits_of(words), tokens.top, tokens.scale)
             counts += there.to(tl.int32)
             masses += tl.where(there, units[:, None], 0)
-        count_from = tl.sum(counts, axis=0).to(tl.int64) + left_out
-        mass_from = tl.sum(masses, axis=0) + mass_left_out
-        passed = tl.sum((tl.where(by_mass, mass_from, count_from) >= target).to(tl.int32), axis=0)
+        counts_here = tl.sum(counts, axis=0).to(tl.int64) + left_out
+        masses_here = tl.sum(masses, axis=0) + mass_left_out
+        passed = tl.sum((tl.where(by_mass, masses_here, counts_here) >= target).to(tl.int32), axis=0)
         last = tl.maximum(passed - 1, 0)
-        within = tl.sum(tl.where(way == last, count_from, 0), axis=0)
-        mass = tl.sum(tl.where(way == last, mass_from, 0), axis=0)
+        within = tl.sum(tl.where(way == last, counts_here, 0), axis=0)
+        mass = tl.sum(tl.where(way == last, masses_here, 0), axis=0)
         if passed < WAYS:
-            above = tl.sum(tl.where(way == passed, count_from, 0), axis=0)
+            above = tl.sum(tl.where(way == passed, counts_here, 0), axis=0)
             if whole != 0:
-                mass_above = tl.sum(tl.where(way == passed, mass_from, 0), axis=0)
+                mass_above = tl.sum(tl.where(way == passed, masses_here, 0), axis=0)
         next_high = tl.where(passed < WAYS, _threshold(low, high, passed, by_value, WAYS), high)
         low = _threshold(low, high, last, by_value, WAYS)
         high = next_high
