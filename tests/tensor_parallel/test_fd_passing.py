@@ -5,6 +5,8 @@ import os
 import secrets
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -194,6 +196,16 @@ def test_strangers_that_keep_writing_do_not_keep_it_waiting(files):
     late.cancel()
 
 
+# A process that gives up root and then sends the file of argv[2] through the socket argv[1] to the address argv[3].
+_SEND_AS_NOBODY = """
+import os, socket, struct, sys
+box = socket.socket(fileno=int(sys.argv[1]))
+os.setuid(65534)
+rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", int(sys.argv[2])))]
+box.sendmsg([b"memory"], rights, 0, bytes.fromhex(sys.argv[3]))
+"""
+
+
 @pytest.mark.parametrize(
     "real", [False, pytest.param(True, marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root"))]
 )
@@ -207,16 +219,13 @@ def test_memory_of_another_user_is_refused(real, files, monkeypatch):
         if meet.rank == 1:
             with _box() as box:
                 name, _ = meet.exchange("handing over memory", box.getsockname())
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", made[1]._file))]
-                child = os.fork() if real else 0
-                if child == 0:
-                    if real:
-                        os.setuid(65534)
-                    box.sendmsg([b"memory"], rights, 0, name)
-                    if real:
-                        os._exit(0)
+                sent = [box.fileno(), made[1]._file]
                 if real:
-                    assert os.waitpid(child, 0)[1] == 0
+                    command = [sys.executable, "-c", _SEND_AS_NOBODY, *map(str, sent), name.hex()]
+                    subprocess.run(command, pass_fds=sent, check=True)
+                else:
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", sent[1]))]
+                    box.sendmsg([b"memory"], rights, 0, name)
                 while not meet.next_has_ended():
                     time.sleep(0.01)
             return
