@@ -89,6 +89,34 @@ def _threshold(low, high, way, by_value, WAYS: tl.constexpr):
 
 
 @jit(noinline=True)
+def _split(
+    tokens, low, high, by_value, left_out, mass_left_out, by_mass, target, TILE: tl.constexpr, WAYS: tl.constexpr
+):
+    """Parts a bracket in WAYS and returns the part that holds the last kept token, and whether it reaches the target.
+    ``left_out``, and their mass: tokens above the bracket that ``tokens`` lack."""
+    way = tl.arange(0, WAYS)
+    thresholds = _threshold(low, high, way, by_value, WAYS)
+    counts = tl.zeros((TILE, WAYS), tl.int32)
+    masses = tl.zeros((TILE, WAYS), tl.int64)
+    for start in range(0, tokens.count, TILE):
+        words, live = load_tile(tokens, start, TILE)
+        there = (words[:, None] >= thresholds[None, :]) & live[:, None]
+        units = units_of(logits_of(words), tokens.top, tokens.scale)
+        counts += there.to(tl.int32)
+        masses += tl.where(there, units[:, None], 0)
+    counts_here = tl.sum(counts, axis=0).to(tl.int64) + left_out
+    masses_here = tl.sum(masses, axis=0) + mass_left_out
+    passed = tl.sum((tl.where(by_mass, masses_here, counts_here) >= target).to(tl.int32), axis=0)
+    last = tl.maximum(passed - 1, 0)
+    count = tl.sum(tl.where(way == last, counts_here, 0), axis=0)
+    mass = tl.sum(tl.where(way == last, masses_here, 0), axis=0)
+    above = tl.sum(tl.where(way == passed, counts_here, 0), axis=0)
+    mass_above = tl.sum(tl.where(way == passed, masses_here, 0), axis=0)
+    next_high = tl.where(passed < WAYS, _threshold(low, high, passed, by_value, WAYS), high)
+    return _threshold(low, high, last, by_value, WAYS), next_high, count, mass, above, mass_above, passed
+
+
+@jit
 def shortest_prefix(
     tokens, limit, by_mass, target, list_ptr, capacity,
     WIDTH: tl.constexpr, GATHERED: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
@@ -96,45 +124,26 @@ def shortest_prefix(
     """Finds the shortest prefix of the tokens from ``limit`` on whose count or mass reaches ``target`` (int64), or all
     of them where these do not. Returns a sort key that its last token reaches and no later one, and its mass. Of a row
     those in the bracket are copied once there is room for them."""
-    way = tl.arange(0, WAYS)
     first_id = tokens.source.vocab_size.to(tl.int64) * -1 + NO_TOKEN + 1  # no sort key has lower id bits
     low = tl.maximum(limit, tokens.lowest.to(tl.int64) << 31)
-    high = (tokens.highest.to(tl.int64) + 1) << 31  # sort keys from here on do not reach the target
-    above, mass_above = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)  # of the tokens from ``high`` on
-    left_out, mass_left_out = above, mass_above  # of those before the copied ones
-    mass = mass_above
+    high = (tokens.highest.to(tl.int64) + 1) << 31
+    zero = tl.full((), 0, tl.int64)
+    above, mass_above, left_out, mass_left_out, mass = zero, zero, zero, zero, zero
     whole, count = tokens.whole + tl.full((), 0, tl.int32), tokens.count + tl.full((), 0, tl.int32)
     turn = tl.full((), 0, tl.int32)
     searching = tl.full((), 1, tl.int32)
     while searching != 0:
         low = tl.maximum(low, ((low >> 31) << 31) + first_id)
         high = tl.where((high & NO_TOKEN) <= first_id, (high >> 31) << 31, high)
-        by_value = (whole != 0) & (turn < 4)
-        thresholds = _threshold(low, high, way, by_value, WAYS)
-        counts = tl.zeros((TILE, WAYS), tl.int32)
-        masses = tl.zeros((TILE, WAYS), tl.int64)
         rest = Tokens(
             tokens.source, whole, tokens.sort_keys, count, tokens.lowest, tokens.highest, tokens.top, tokens.scale
         )
-        for start in range(0, count, TILE):
-            words, live = load_tile(rest, start, TILE)
-            there = (words[:, None] >= thresholds[None, :]) & live[:, None]
-            units = units_of(logits_of(words), tokens.top, tokens.scale)
-            counts += there.to(tl.int32)
-            masses += tl.where(there, units[:, None], 0)
-        counts_here = tl.sum(counts, axis=0).to(tl.int64) + left_out
-        masses_here = tl.sum(masses, axis=0) + mass_left_out
-        passed = tl.sum((tl.where(by_mass, masses_here, counts_here) >= target).to(tl.int32), axis=0)
-        last = tl.maximum(passed - 1, 0)
-        within = tl.sum(tl.where(way == last, counts_here, 0), axis=0)
-        mass = tl.sum(tl.where(way == last, masses_here, 0), axis=0)
+        by_value = (whole != 0) & (turn < 4)
+        low, high, within, mass, above_now, mass_above_now, passed = _split(
+            rest, low, high, by_value, left_out, mass_left_out, by_mass, target, TILE, WAYS
+        )
         if passed < WAYS:
-            above = tl.sum(tl.where(way == passed, counts_here, 0), axis=0)
-            if whole != 0:
-                mass_above = tl.sum(tl.where(way == passed, masses_here, 0), axis=0)
-        next_high = tl.where(passed < WAYS, _threshold(low, high, passed, by_value, WAYS), high)
-        low = _threshold(low, high, last, by_value, WAYS)
-        high = next_high
+            above, mass_above = above_now, mass_above_now
         searching = ((passed > 0) & (within - above > 1) & (high - low > 1)).to(tl.int32)
         turn += 1
         if (searching != 0) & (whole != 0) & (within - above <= capacity):
