@@ -9,7 +9,6 @@ import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
-from . import sources  # noqa: F401  first: it reads the sources before any other is imported
 from .outputs import SampleOutput
 from .sampler import LMHeadSampler
 from .sampling import sample, sample_from_logits

@@ -104,36 +104,21 @@ def _cache() -> Iterator[str]:
     if missing:
         yield f"not needed: {missing}"
         return
-    try:
-        folder = cache.folder()
-        doubt = cache.distrust_reason()
-    except OSError as error:
-        yield f"not used: {error}"
-        return
-    named = os.environ.get("FLASHSAMPLING_CACHE_DIR")
-    yield f"{folder} (FLASHSAMPLING_CACHE_DIR is {repr(named) if named else 'not set'})"
-    if doubt:
-        yield f"not used: {doubt}"
-    if not folder.is_dir():
+    folder = cache.folder()
+    yield f"{folder} (FLASHSAMPLING_CACHE_DIR is {os.environ.get('FLASHSAMPLING_CACHE_DIR') or 'not set'})"
+    if not folder.exists():
         yield "none of the Hopper kernels is there yet"
-    else:
-        objects = sorted(folder.glob("*.o"))
-        damaged = [(path, reason) for path in objects if (reason := cache.damage(path))]
-        yield f"{len(objects) - len(damaged)} of the {len(cache.KERNELS)} Hopper kernels, {_megabytes(objects)}"
-        yield from (f"{path.name} {reason}" for path, reason in damaged)
-    left, others, unneeded = cache.leftovers(folder), cache.other_folders(folder), cache.unneeded(folder)
-    if left:
-        yield f"temporary folders of processes that ended as they wrote a kernel: {len(left)}"
-    if others:
-        size = _megabytes([path for other in others for path in other.glob("*.o")])
-        yield f"folders of other versions beside it, which can be deleted: {len(others)}, {size}"
-    if unneeded:
-        age = "older than a day or unused for 90"
-        yield f"of these folders the next kernel that is written removes {len(unneeded)}, {age}"
-
-
-def _megabytes(paths: Sequence[Path]) -> str:
-    return f"{sum(path.lstat().st_size for path in paths) / 1e6:.1f} MB"
+        return
+    cache.trusted_folder()
+    intact, damaged = [], []
+    for path in sorted(folder.glob("*.o")):
+        try:
+            intact.append(len(cache.read(path)))
+        except OSError as error:
+            damaged.append(f"not used: {error}")
+    yield f"{len(intact)} of the {len(cache.KERNELS)} Hopper kernels, {sum(intact) / 1e6:.1f} MB"
+    yield from damaged
+    yield "folders beside it are of other versions, and can be deleted"
 
 
 def precompile(workers: int, dtype: torch.dtype | None = None, max_batch_size: int | None = None) -> None:
@@ -143,84 +128,42 @@ def precompile(workers: int, dtype: torch.dtype | None = None, max_batch_size: i
     if missing:
         raise SystemExit(f"the Hopper kernels cannot be compiled: {missing}")
     started = time.perf_counter()
+    kernels = cache.select_kernels(dtype, max_batch_size)
     try:
-        kernels = cache.select_kernels(dtype, max_batch_size)
-        total, new = len(kernels), 0
-        print(f"{total} kernels into {cache.folder()}, {workers} at a time, each some 15 s of a core", flush=True)
-        with _Progress() as progress:
-            progress.update(f"0 of {total} kernels")
-            for done, (path, compiled) in enumerate(cache.precompile(workers, kernels), 1):
-                new += compiled
-                seconds = time.perf_counter() - started
-                times = f"{seconds:.0f} s"
-                if workers <= new and done < total:
-                    times += f", about {seconds * (total - done) / new:.0f} s left"
-                name = path.name.partition("-")[0]
-                progress.update(
-                    f"{done} of {total} kernels, {times}", f"{name} {'compiled' if compiled else 'was there'}"
-                )
-        print(f"{total} kernels in {cache.folder()}, {time.perf_counter() - started:.0f} s")
+        print(f"{len(kernels)} kernels into {cache.folder()}, {workers} at a time, 15 s of a core each", flush=True)
+        for done, (path, compiled) in enumerate(cache.precompile(workers, kernels), 1):
+            seconds = time.perf_counter() - started
+            state = "compiled" if compiled else "was there"
+            print(f"{done} of {len(kernels)} kernels, {seconds:.0f} s: {path.stem} {state}", flush=True)
     except OSError as error:
         raise SystemExit(f"the kernels cannot be kept: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit("interrupted; what is compiled is kept, and the next call goes on from there") from None
 
 
-class _Progress:
-    """Prints progress: one line that is rewritten on a terminal, elsewhere a line for each update with details."""
-
-    def __init__(self) -> None:
-        self.live, self.length = sys.stdout.isatty(), 0
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.length:
-            print(flush=True)
-
-    def update(self, text: str, detail: str = "") -> None:
-        if self.live:
-            print("\r" + text.ljust(self.length), end="", flush=True)
-            self.length = len(text)
-        elif detail:
-            print(f"{text}: {detail}", flush=True)
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, got {text!r}")
-    return int(text)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line. ``arguments``: default is the process's."""
-    parser = argparse.ArgumentParser(
-        "flashsampling", description="FlashSampling: what runs here, and kernels ahead of time."
-    )
+    parser = argparse.ArgumentParser("flashsampling", description="What runs here, and kernels ahead of time.")
     parser.add_argument("--version", action="version", version=f"flashsampling {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     help_doctor = "print versions, GPUs, what serves which problem and why not, and what the cache folder has"
     commands.add_parser("doctor", help=help_doctor, description=help_doctor)
     help_precompile = "compile the Hopper kernels into the cache folder, so that serving compiles none; needs no GPU"
-    parser_precompile = commands.add_parser("precompile", help=help_precompile, description=help_precompile)
-    parser_precompile.add_argument(
-        "--workers",
-        type=_number,
-        default=min(8, os.cpu_count() or 1),
-        help="processes that compile (default %(default)s)",
-    )
-    parser_precompile.add_argument("--dtype", choices=("bfloat16", "float16"), help="of the LM head (default both)")
+    options = commands.add_parser("precompile", help=help_precompile, description=help_precompile)
+    help_workers = "processes that compile (default %(default)s)"
+    options.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help=help_workers)
+    options.add_argument("--dtype", choices=("bfloat16", "float16"), help="of the LM head (default both)")
     help_batch = "rows of the largest batch: fewer of the kernels' shapes (default all of them)"
-    parser_precompile.add_argument("--max-batch-size", type=_number, help=help_batch)
+    options.add_argument("--max-batch-size", type=int, help=help_batch)
     chosen = parser.parse_args(arguments)
     if chosen.command is None:
         parser.print_help()
     elif chosen.command == "doctor":
         doctor()
+    elif chosen.workers < 1 or (chosen.max_batch_size or 1) < 1:
+        options.error("--workers and --max-batch-size must be at least 1")
     else:
-        dtype = None if chosen.dtype is None else getattr(torch, chosen.dtype)
-        precompile(chosen.workers, dtype, chosen.max_batch_size)
+        precompile(chosen.workers, chosen.dtype and getattr(torch, chosen.dtype), chosen.max_batch_size)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
-import sys
 from dataclasses import KW_ONLY, dataclass
 from types import ModuleType
 from typing import NamedTuple
@@ -62,20 +61,13 @@ class Package(NamedTuple):
         """Returns why the package cannot be used, or None."""
         if importlib.util.find_spec(self.module) is None:
             return f"{self.distribution} is not installed{self.hint}"
-        version = self._version()
-        if version and tuple(int(part) for part in re.findall(r"\d+", version)[: len(self.least)]) < self.least:
+        try:
+            version = importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:  # another name, such as a nightly build's: unknown
+            return None
+        if tuple(int(part) for part in re.findall(r"\d+", version)[: len(self.least)]) < self.least:
             return f"{self.distribution} {version} is installed, it needs {'.'.join(map(str, self.least))} or newer"
         return None
-
-    def _version(self) -> str:
-        """Returns the version of the imported module, or else of the installed one; "" if it is unknown."""
-        version = getattr(sys.modules.get(self.module), "__version__", None)
-        if version is None:
-            try:
-                return importlib.metadata.version(self.distribution)
-            except importlib.metadata.PackageNotFoundError:  # another name, or a bare folder on the path
-                version = getattr(importlib.import_module(self.module), "__version__", "")
-        return str(version)
 
 
 def _first_missing(packages: tuple[Package, ...]) -> str | None:

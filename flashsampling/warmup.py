@@ -1,33 +1,32 @@
 """``warmup``: compiles before serving what serving would compile."""
 
-import contextlib
 import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import ops
-from .backends import BACKENDS
+from .backends import Backend
+from .exchange_protocol import WHOLE
 from .inputs import SampleInputs, example
 from .param_parsers import batch_shape
 from .row_params import integer
 from .sampling import (
+    check_impl,
     check_num_samples,
     check_tensor_parallel,
     check_vocab_size,
     check_weight,
     count_skipped_call,
-    sample,
 )
 from .sampling_params import (
     DEFAULT_PARAMS,
     SamplingOptions,
-    SamplingParams,
     argument_names,
     parse_sampling_params,
     with_sampling_options,
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing's from Python 3.11 on; torch installs this package
 
     from .tensor_parallel import TensorParallel
-
-# is called with hidden states (B, D), temperature, and zeros for seeds and offsets
-_Draw: TypeAlias = Callable[[Tensor, Tensor | float, Tensor], Any]
 
 _logger = logging.getLogger("flashsampling")
 
@@ -123,136 +119,108 @@ def warmup_mixes(
     """Runs ``warmup`` for several mixes of sampling parameters, an empty one for plain draws. The Triton kernels of all
     mixes compile together, up to eight at once. With ``tp`` ranks wait for each other's compilers once."""
     try:
-        return _draw_all(weight, mixes, max_batch_size, num_samples, vocab_size, impl, tp)
+        check_weight(weight, 1 if tp is None else 0)
+        num_samples = check_num_samples(num_samples)
+        if tp is None:
+            check_impl(impl)
+            tokens, shard = check_vocab_size(vocab_size, weight.shape[0]), WHOLE
+        else:
+            check_tensor_parallel(tp, vocab_size, impl)
+            (tokens, shard), impl = tp.part, tp.impl
+        if max_batch_size is None:
+            max_batch_size = 256 if tp is None else tp.max_batch_size
+        max_batch_size = integer("max_batch_size", max_batch_size)
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
+        if tp is not None and max_batch_size > tp.max_batch_size:
+            raise ValueError(
+                f"max_batch_size must be at most tp.max_batch_size = {tp.max_batch_size}, got {max_batch_size}"
+            )
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "warmup must be called before a CUDA graph is captured: the current stream is being captured"
+            )
+
+        shape = batch_shape(max_batch_size, weight.shape[0], tokens, weight.device, num_samples, tp)
+        plans = []
+        for options in mixes:
+            inputs = example(weight)._replace(params=parse_sampling_params(options, shape))
+            backend = ops.choose(inputs, impl or "")
+            inputs = inputs._replace(num_samples=num_samples, vocab_size=tokens, shard=shard)
+            plans.append(make_plan(backend, inputs, max_batch_size))
+        kernels = [name for plan in plans for name in plan.kernels]
+        if kernels:
+            _logger.info("warmup compiles what is missing of %d kernels: %s", len(kernels), ", ".join(kernels))
+
+        draw: Callable[[SampleInputs], object] = functools.partial(ops.sample, impl=impl or "")
+        draw_alone = draw
+        if tp is not None:
+            draw, draw_alone = functools.partial(ops.sample_sharded, tp=tp), functools.partial(ops.dry_run, group=tp)
+        ahead = [
+            plan
+            for plan in plans
+            # a group's kernels for plain draws were compiled when it was made
+            if plan.compiling is not None and (tp is None or plan.inputs.params is not DEFAULT_PARAMS)
+        ]
+        ahead.sort(key=lambda plan: len(plan.inputs.params.names()), reverse=True)  # the longest first
+        if ahead:
+            with nullcontext() if tp is None else tp.busy(), ahead[0].compile_together():
+                for plan in ahead:
+                    plan.draw(draw_alone)
+        for plan in plans:
+            plan.draw(draw)
+        if weight.is_cuda:
+            for options in mixes:
+                counts = options.get("token_counts")
+                if isinstance(counts, TokenCounts):
+                    # compiles the kernel that counts tokens; -1 is no token
+                    counts.add(torch.full((1,), -1, device=weight.device))
+            torch.cuda.current_stream(weight.device).synchronize()
+        return kernels
     except BaseException as error:
         count_skipped_call(tp, error)
         raise
 
 
-def _draw_all(
-    weight: Tensor,
-    mixes: "Sequence[SamplingOptions]",
-    max_batch_size: int | None,
-    num_samples: int,
-    vocab_size: int | None,
-    impl: str | None,
-    tp: "TensorParallel | None",
-) -> list[str]:
-    check_weight(weight, 1 if tp is None else 0)
-    num_samples = check_num_samples(num_samples)
-    if tp is not None:
-        check_tensor_parallel(tp, vocab_size, impl)
-    if max_batch_size is None:
-        max_batch_size = 256 if tp is None else tp.max_batch_size
-    max_batch_size = integer("max_batch_size", max_batch_size)
-    if max_batch_size < 1:
-        raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
-    if tp is not None and max_batch_size > tp.max_batch_size:
-        raise ValueError(
-            f"max_batch_size must be at most tp.max_batch_size = {tp.max_batch_size}, got {max_batch_size}"
-        )
-    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "warmup must be called before a CUDA graph is captured: the current stream is being captured"
-        )
-    tokens = check_vocab_size(vocab_size, weight.shape[0]) if tp is None else tp.part[0]
-    shape = batch_shape(max_batch_size, weight.shape[0], tokens, weight.device, num_samples, tp)
-
-    def draw(
-        params: SamplingParams, together: bool, states: Tensor, temperature: Tensor | float, zeros: Tensor
-    ) -> None:
-        """Draws, with the other ranks if ``together``."""
-        if params is DEFAULT_PARAMS:
-            rows = {"temperature": temperature, "seed": zeros, "offset": zeros, "num_samples": num_samples}
-            sample(states, weight, **rows, vocab_size=vocab_size, impl=impl, tp=tp)  # type: ignore[arg-type]
-            return
-        if not isinstance(temperature, Tensor):
-            return  # the same kernels
-        some = params.rows(0, len(states))
-        inputs = SampleInputs(states, weight, temperature, zeros, zeros, num_samples, tokens, params=some)
-        if tp is None:
-            ops.sample(inputs, impl or "")
-        elif together:
-            ops.sample_sharded(inputs._replace(shard=tp.shard), tp)
-        else:
-            ops.dry_run(inputs._replace(shard=tp.shard), tp)
-
-    parsed = [parse_sampling_params(options, shape) for options in mixes]
-    plans = [(plan(weight, max_batch_size, num_samples, impl, tp, params), params) for params in parsed]
-    kernels = [name for made, _ in plans for name in made.kernels]
-    if kernels:
-        _logger.info("warmup compiles what is missing of %d kernels: %s", len(kernels), ", ".join(kernels))
-    # a group's kernels for plain draws were compiled when it was made
-    to_compile = [each for each in plans if tp is None or each[1] is not DEFAULT_PARAMS]
-    missing = [each for each in to_compile if each[0].compiling is not None]
-    missing.sort(key=lambda each: len(each[1].names()), reverse=True)  # the longest first
-    with contextlib.ExitStack() as meanwhile:
-        if tp is not None and missing:
-            meanwhile.enter_context(tp.busy())
-        for compiling in dict.fromkeys(made.compiling for made, _ in missing):
-            assert compiling is not None
-            meanwhile.enter_context(compiling(_threads()))
-        for made, params in missing:
-            made.draw(weight, functools.partial(draw, params, False))
-    for made, params in plans:
-        made.draw(weight, functools.partial(draw, params, True))
-    if weight.is_cuda:
-        for options in mixes:
-            counts = options.get("token_counts")
-            if isinstance(counts, TokenCounts):
-                # compiles the kernel that counts tokens; -1 is no token
-                counts.add(torch.full((1,), -1, device=weight.device))
-        torch.cuda.current_stream(weight.device).synchronize()
-    return kernels
-
-
-def _threads() -> int:
-    """Returns how many kernels are compiled at once."""
-    return min(8, os.cpu_count() or 1)
-
-
 class Plan(NamedTuple):
-    """The kernels of a warm-up and how they are compiled."""
+    """The kernels of a warm-up, and the draws that compile them."""
 
     kernels: list[str]  # their names
-    batches: list[int]  # the batch sizes whose draws compile them, ascending, the same on all ranks
-    # as in ``backends``; None: one after another
-    compiling: Callable[[int], AbstractContextManager[None]] | None = None
+    batches: list[int]  # the batch sizes whose draws compile them, the same on all ranks
+    inputs: SampleInputs  # of one row
+    # as in ``backends``; None: kernels compile one after another, as they run
+    compiling: Callable[[int], AbstractContextManager[None]] | None
 
-    def compile(self, weight: Tensor, draw: _Draw) -> None:
-        """Compiles missing kernels, several at once, if the backend can: ``draw(hidden_states, temperature, zeros)`` is
-        called for each, and no kernel runs."""
-        if self.compiling is not None:
-            with self.compiling(_threads()):
-                self.draw(weight, draw)
+    def compile_together(self) -> AbstractContextManager[None]:
+        """Returns a context in which draws compile missing kernels, several at once if the backend can, and then run
+        none."""
+        return nullcontext() if self.compiling is None else self.compiling(min(8, os.cpu_count() or 1))
 
-    def draw(self, weight: Tensor, draw: _Draw) -> None:
-        """Calls ``draw`` for each kernel, one after another, on the current stream."""
+    def draw(self, run: Callable[[SampleInputs], object]) -> None:
+        """Calls ``run`` for each kernel, with all-zero hidden states."""
+        weight, params = self.inputs.weight, self.inputs.params
         for batch in self.batches:
-            states = weight.new_zeros(batch, weight.shape[1])
             zeros = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-            draw(states, torch.ones(batch, device=weight.device), zeros)
-            # a second kernel serves calls in which some parameter is a number; Triton does not care which
-            draw(states, 1.0, zeros)
+            inputs = self.inputs._replace(
+                hidden_states=weight.new_zeros(batch, weight.shape[1]),
+                temperature=torch.ones(batch, device=weight.device),
+                seed=zeros,
+                offset=zeros,
+            )
+            if params is DEFAULT_PARAMS:
+                run(inputs)
+                # a second kernel serves plain draws in which some parameter is a number; Triton does not care which
+                run(inputs._replace(temperature=1.0))
+            else:
+                run(inputs._replace(params=params.rows(0, batch)))
 
 
-def plan(
-    weight: Tensor,
-    max_batch_size: int,
-    num_samples: int,
-    impl: str | None,
-    tp: "TensorParallel | None",
-    params: SamplingParams = DEFAULT_PARAMS,
-) -> Plan:
-    """Returns the plan of a warm-up; with ``tp`` it is the same on every rank."""
-    step = example(weight)._replace(params=params)
-    name = impl if tp is None else tp.impl
-    if name is not None and (name not in BACKENDS or BACKENDS[name].unsupported(step) is not None):
-        return Plan([], [1])  # the call raises
-    draws = num_samples if params is DEFAULT_PARAMS else 0
-    backend = ops.choose(step, name or "")
-    names, batches = backend.compiled_for(weight, max_batch_size, draws)
-    if params is not DEFAULT_PARAMS:
+def make_plan(backend: Backend, inputs: SampleInputs, max_batch_size: int) -> Plan:
+    """Returns the plan of a warm-up, the same for every shard of a weight. ``inputs``: of one row."""
+    weight, params = inputs.weight, inputs.params
+    plain = params is DEFAULT_PARAMS
+    names, batches = backend.compiled_for(weight, max_batch_size, inputs.num_samples if plain else 0)
+    if not plain:
         names = [f"{name} with {argument_names(params.names())}" for name in names]
-    compiles_together = weight.is_cuda and (backend.name == "triton" or params is not DEFAULT_PARAMS)
-    return Plan(names, batches, getattr(backend.module, "compiling", None) if compiles_together else None)
+    compiles_together = weight.is_cuda and (backend.name == "triton" or not plain)
+    return Plan(names, batches, inputs, getattr(backend.module, "compiling", None) if compiles_together else None)

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ..backends import BACKENDS
 from ..exchange_protocol import Shard
-from ..inputs import SampleInputs
+from ..inputs import example
 from ..row_params import integer, real
 from ..sampling import check_kind
-from ..warmup import plan
+from ..warmup import make_plan
 from . import capabilities
 from .device_thread import DeviceThread
 from .failures import TensorParallelError, abort_failure
@@ -202,21 +202,17 @@ class Construction:
 
     def _compile(self, weight: Tensor) -> None:
         """Compiles the kernels in a dry run, without other ranks: compiling in a step would exceed the time-out."""
-        if not weight.is_cuda or not BACKENDS[self.impl].compiles:
+        backend = BACKENDS[self.impl]
+        if not weight.is_cuda or not backend.compiles:
             return
         shard = self.shard if self.transport is None else self.transport.dry_run_transport(self.first_token)
-        run, vocab = BACKENDS[self.impl].run, self.last_token - self.first_token
+        inputs = example(weight)._replace(vocab_size=self.last_token - self.first_token, shard=shard)
         with torch.cuda.device(weight.device):
             for num_samples in sorted({1, self.own.max_num_samples}):
-
-                def draw(
-                    states: Tensor, temperature: Tensor | float, zeros: Tensor, num_samples: int = num_samples
-                ) -> None:
-                    run(SampleInputs(states, weight, temperature, zeros, zeros, num_samples, vocab, shard))
-
-                made = plan(weight, self.own.max_batch_size, num_samples, self.impl, None)
-                made.compile(weight, draw)
-                made.draw(weight, draw)
+                plan = make_plan(backend, inputs._replace(num_samples=num_samples), self.own.max_batch_size)
+                with plan.compile_together():
+                    plan.draw(backend.run)
+                plan.draw(backend.run)
             torch.cuda.current_stream().synchronize()
 
 

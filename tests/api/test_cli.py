@@ -1,12 +1,9 @@
 """The command ``flashsampling``, and what is logged of the choice that ``impl=None`` makes."""
 
-import io
 import logging
 import multiprocessing
-import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,55 +14,41 @@ from flashsampling.backends import BACKENDS
 from flashsampling.kernels.hopper import cache
 
 
-def test_doctor_says_what_serves_and_why_nothing_faster_does(capsys, monkeypatch, tmp_path, no_machine):
+@pytest.fixture
+def root(monkeypatch, tmp_path):
+    """The root of the compile cache, where the compiler is said to be installed."""
+    monkeypatch.setattr(BACKENDS["cute"], "missing", None)
+    monkeypatch.setattr(cache, "_fingerprint", lambda: "0" * 16)
     monkeypatch.setenv("FLASHSAMPLING_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_doctor_says_what_serves_and_why_nothing_faster_does(capsys, monkeypatch, no_machine):
+    monkeypatch.setattr(BACKENDS["cute"], "missing", "nvidia-cutlass-dsl is not installed")
     command.main(["doctor"])
     out = capsys.readouterr().out
     assert f"torch                {torch.__version__}" in out
-    assert "cpu: streaming for bf16, fp16, fp32, bf16 with D not divisible by 8\n      not cute: " in out
-    assert "cannot be said" not in out
-    if BACKENDS["cute"].missing is None:
-        assert f"{tmp_path}/cute/" in out
-        tmp_path.chmod(0o777)
-        command.main(["doctor"])
-        assert "not used: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("variable", [None, "~/kernels"])
-@pytest.mark.parametrize("home", ["", "relative"])
-def test_doctor_says_that_there_is_no_home(capsys, monkeypatch, variable, home):
-    monkeypatch.setattr(BACKENDS["cute"], "missing", None)
-    monkeypatch.setenv("HOME", home)
-    monkeypatch.delenv("FLASHSAMPLING_CACHE_DIR", raising=False)
-    if variable:
-        monkeypatch.setenv("FLASHSAMPLING_CACHE_DIR", variable)
-    command.main(["doctor"])
-    which = "not set" if variable is None else repr(variable)
-    out = capsys.readouterr().out
     assert (
-        f"not used: no cache folder: FLASHSAMPLING_CACHE_DIR is {which}, and HOME is {home!r}, which is not an abs"
-        in out
+        "cpu: streaming for bf16, fp16, fp32, bf16 with D not divisible by 8\n      not cute: nvidia-cutlass-dsl" in out
     )
+    assert "not needed: nvidia-cutlass-dsl is not installed" in out
+    assert "cannot be said" not in out
 
 
-def test_doctor_says_what_lies_in_the_cache_and_nobody_needs(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(BACKENDS["cute"], "missing", None)
-    monkeypatch.setattr("flashsampling.kernels.hopper.cache._fingerprint", lambda: "0" * 16)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("FLASHSAMPLING_CACHE_DIR", "~/kernels")
-    for name, days in (("0" * 16 + "/tmpabc", 2), ("1" * 16, 91), ("2" * 16, 1)):
-        folder = tmp_path / "kernels" / "cute" / name
-        folder.mkdir(parents=True)
-        (folder / "kernel.o").write_bytes(b"0" * 1_000_000)
-        os.utime(folder, (time.time() - days * 86400,) * 2)
-    before = sorted(tmp_path.rglob("*"))
+def test_doctor_says_what_lies_in_the_cache(capsys, root):
     command.main(["doctor"])
     out = capsys.readouterr().out
-    assert f"  {tmp_path}/kernels/cute/{'0' * 16} (FLASHSAMPLING_CACHE_DIR is '~/kernels')\n" in out
-    assert "temporary folders of processes that ended as they wrote a kernel: 1\n" in out
-    assert "folders of other versions beside it, which can be deleted: 2, 2.0 MB\n" in out
-    assert "of these folders the next kernel that is written removes 2, older" in out
-    assert sorted(tmp_path.rglob("*")) == before
+    assert f"  {root}/cute/{'0' * 16} (FLASHSAMPLING_CACHE_DIR is {root})\n" in out
+    assert "none of the Hopper kernels is there yet" in out
+    path = cache.trusted_folder() / "kernel.o"
+    path.write_bytes(b"cut off")
+    command.main(["doctor"])
+    out = capsys.readouterr().out
+    assert "0 of the 96 Hopper kernels, 0.0 MB\n" in out
+    assert f"not used: {path} is damaged" in out
+    path.parent.chmod(0o777)
+    command.main(["doctor"])
+    assert f"cannot be said: PermissionError: {path.parent} can be written by others" in capsys.readouterr().out
 
 
 def test_doctor_outlives_a_broken_installation(capsys, monkeypatch):
@@ -82,17 +65,38 @@ def test_doctor_outlives_a_broken_installation(capsys, monkeypatch):
     assert "cannot be said: ImportError: libcuda.so.1" in capsys.readouterr().out
 
 
-def test_precompile_says_why_it_cannot(monkeypatch, tmp_path):
-    with monkeypatch.context() as patched:
-        patched.setattr(BACKENDS["cute"], "missing", "nvidia-cutlass-dsl is not installed")
-        with pytest.raises(SystemExit, match="nvidia-cutlass-dsl is not installed"):
-            command.main(["precompile"])
-    monkeypatch.setattr(BACKENDS["cute"], "missing", None)
-    tmp_path.chmod(0o777)
-    monkeypatch.setenv("FLASHSAMPLING_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("flashsampling.kernels.hopper.cache._fingerprint", lambda: "0" * 16)
+def test_precompile_says_why_it_cannot(monkeypatch, root):
+    cache.trusted_folder().chmod(0o777)
     with pytest.raises(SystemExit, match=r"the kernels cannot be kept: .*can be written by others"):
         command.main(["precompile"])
+    monkeypatch.setattr(BACKENDS["cute"], "missing", "nvidia-cutlass-dsl is not installed")
+    with pytest.raises(SystemExit, match="nvidia-cutlass-dsl is not installed"):
+        command.main(["precompile"])
+
+
+def test_precompile_counts_and_an_interrupt_ends_it_in_a_line(monkeypatch, root, capsys):
+    def precompile(workers, kernels):
+        assert (workers, len(kernels)) == (2, 3)
+        yield Path("plain.o"), True
+        yield Path("logits.o"), False
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache, "precompile", precompile)
+    with pytest.raises(SystemExit, match=r"^interrupted; what is compiled is kept"):
+        command.main(["precompile", "--workers", "2", "--dtype", "bfloat16", "--max-batch-size", "8"])
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"3 kernels into {root}")
+    assert lines == ["1 of 3 kernels, 0 s: plain compiled", "2 of 3 kernels, 0 s: logits was there"]
+
+
+def test_who_stops_precompiling_does_not_wait_for_the_rest(monkeypatch, root):
+    monkeypatch.setattr(cache, "prepare", time.sleep)
+    done = cache.precompile(1, [0, *[2] * 100])  # type: ignore[list-item]
+    next(done)
+    started = time.perf_counter()
+    done.close()  # type: ignore[attr-defined]
+    assert time.perf_counter() - started < 60
+    assert not multiprocessing.active_children()
 
 
 def test_without_a_command_it_prints_help_and_it_knows_its_version(capsys):
@@ -101,93 +105,9 @@ def test_without_a_command_it_prints_help_and_it_knows_its_version(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         command.main(["--version"])
     assert capsys.readouterr().out == f"flashsampling {__version__}\n"
-
-
-class _Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def _precompiled(monkeypatch, out, last=(Path("logits-5.o"), True)):
-    """What ``precompile`` prints of three kernels, the second of which is on disk already."""
-
-    def compiled(workers, kernels):
-        yield Path("plain-1.o"), True
-        yield Path("processed-3.o"), False
-        if isinstance(last, BaseException):
-            raise last
-        yield last
-
-    monkeypatch.setattr(BACKENDS["cute"], "missing", None)
-    monkeypatch.setattr(cache, "folder", lambda: "FOLDER")
-    monkeypatch.setattr(cache, "select_kernels", lambda dtype, size: [1, 2, 3])
-    monkeypatch.setattr(cache, "precompile", compiled)
-    monkeypatch.setattr("sys.stdout", out)
-    ticks = iter(range(0, 1000, 10))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
-    command.main(["precompile", "--workers", "1"])
-    return out.getvalue()
-
-
-def test_precompile_counts_with_times(monkeypatch):
-    first, *lines, last = _precompiled(monkeypatch, io.StringIO()).splitlines()
-    assert first == "3 kernels into FOLDER, 1 at a time, each some 15 s of a core"
-    assert lines == [
-        "1 of 3 kernels, 10 s, about 20 s left: plain compiled",
-        "2 of 3 kernels, 20 s, about 20 s left: processed was there",
-        "3 of 3 kernels, 30 s: logits compiled",
-    ]
-    assert last == "3 kernels in FOLDER, 40 s"
-
-
-def test_precompile_rewrites_one_line_on_a_terminal(monkeypatch):
-    _, live, last, end = _precompiled(monkeypatch, _Terminal()).split("\n")
-    assert [text.rstrip() for text in live.split("\r")] == [
-        "",
-        "0 of 3 kernels",
-        "1 of 3 kernels, 10 s, about 20 s left",
-        "2 of 3 kernels, 20 s, about 20 s left",
-        "3 of 3 kernels, 30 s",
-    ]
-    assert live.endswith("30 s" + " " * len(", about 20 s left"))  # nothing of a longer text stays
-    assert (last, end) == ("3 kernels in FOLDER, 40 s", "")
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [(KeyboardInterrupt(), "^interrupted; what is compiled is kept"), (OSError("full"), "be kept: full$")],
-)
-def test_precompile_ends_in_a_line(monkeypatch, error, message):
-    terminal = _Terminal()
-    with pytest.raises(SystemExit, match=message):
-        _precompiled(monkeypatch, terminal, error)
-    assert terminal.getvalue().endswith("left\n")  # the message begins a line of its own
-
-
-def test_who_stops_precompiling_does_not_wait_for_the_rest(monkeypatch, tmp_path):
-    tmp_path.chmod(0o700)
-    monkeypatch.setenv("FLASHSAMPLING_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cache, "_fingerprint", lambda: "0" * 16)
-    monkeypatch.setattr(cache, "prepare", time.sleep)
-    others = set(multiprocessing.active_children())
-    seconds: list[Any] = [(300,), (0,), (300,), (300,)]
-    done = cache.precompile(2, seconds)
-    next(done)  # the second, which is done first
-    assert set(multiprocessing.active_children()) - others
-    started = time.perf_counter()
-    done.close()
-    assert time.perf_counter() - started < 100
-    assert not set(multiprocessing.active_children()) - others
-
-
-@pytest.mark.parametrize("workers", ["0", "-1", "two", "1.5", ""])
-def test_workers_must_be_a_number_of_processes(workers, capsys):
-    with pytest.raises(SystemExit):
-        command.main(["precompile", f"--workers={workers}"])
-    assert "--workers: must be a whole number, 1 or more" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        command.main(["precompile", f"--max-batch-size={workers}"])
-    assert "--max-batch-size: must be a whole number, 1 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^2$"):
+        command.main(["precompile", "--workers=0"])
+    assert "--workers and --max-batch-size must be at least 1" in capsys.readouterr().err
 
 
 def test_the_choice_is_logged_once_and_only_where_one_is_made(caplog):

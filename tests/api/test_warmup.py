@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import logging
-import sys
 import warnings
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from flashsampling import ops
 from flashsampling.backends import BACKENDS
 from flashsampling.exchange_protocol import PACKED, Shard
 from flashsampling.tensor_parallel import TensorParallel
-from flashsampling.warmup import Plan, warmup_mixes
+from flashsampling.warmup import warmup_mixes
 from tests.kernels.triton.target import LaunchKeys, output_of
 from tests.problems import KERNELS, make_problem
 
@@ -78,31 +77,6 @@ def test_keys_of_the_cache_after_warmup(use_tma, dtype, dim, num_samples, monkey
     assert keys.seen == made
 
 
-def test_what_is_drawn_is_compiled_at_once_before(device):
-    """All of it, and then drawn."""
-    drawn: list[tuple[int, bool, bool]] = []
-    compiling: list[int] = []
-
-    @contextlib.contextmanager
-    def compiles(at_once):
-        assert 1 <= at_once <= 8
-        compiling.append(at_once)
-        yield
-        compiling.pop()
-
-    def draw(states, temperature, zeros):
-        drawn.append((len(states), isinstance(temperature, torch.Tensor), bool(compiling)))
-        assert len(zeros) == len(states)
-
-    weight = torch.zeros(9, 8, device=device)
-    calls = [(batch, per_row) for batch in (1, 17, 33, 40, 129) for per_row in (True, False)]
-    for plan, is_ahead in ((Plan([], [1, 17, 33, 40, 129], compiles), True), (Plan([], [1, 17, 33, 40, 129]), False)):
-        drawn.clear()
-        plan.compile(weight, draw)
-        plan.draw(weight, draw)
-        assert drawn == [(*call, True) for call in calls if is_ahead] + [(*call, False) for call in calls]
-
-
 @pytest.mark.parametrize("use_tma", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_samples", [1, 3])
@@ -121,39 +95,6 @@ def test_the_triton_kernels_shapes_up_to_a_batch(use_tma, dtype, num_samples, mo
     wanted = {str(shape(batch, use_tma)) for batch in range(1, 601)}
     assert len(names) == len(set(names)) == 2 * len(wanted)
     assert {name.split(" ", 2)[2].split("), ")[0] + ")" for name in names} == wanted
-
-
-AT_ONCE = """
-import sys
-import torch
-from tests.kernels.triton.target import compile_only
-from flashsampling.kernels.triton import jit
-from flashsampling.kernels.triton.fused import launch
-from flashsampling.inputs import SampleInputs
-from flashsampling.warmup import Plan
-
-compiled = compile_only(int(sys.argv[1]))
-launch.multiprocessors = lambda device: 100
-weight = torch.zeros(500, 264, dtype=torch.bfloat16)
-
-def draw(states, temperature, zeros):
-    launch.run(SampleInputs(states, weight, temperature, zeros, zeros, 1, 500))
-
-plan = Plan([], [1, 33], jit.compiling)
-made = []
-for _ in range(2):
-    plan.compile(weight, draw)
-    plan.draw(weight, draw)
-    made += compiled[4:]  # behind what was to be compiled
-    compiled.clear()
-print(len(made), len({kernel.hash for kernel in made}), len({id(kernel) for kernel in made}))
-"""
-
-
-@pytest.mark.quick(0)
-def test_triton_compiles_at_once_what_it_compiles_in_turn(tmp_path):
-    """Each kernel once, and found again."""
-    assert output_of(AT_ONCE, 80, cache=tmp_path).split() == ["8", "4", "4"]
 
 
 WHO_RUNS = """
@@ -339,7 +280,6 @@ def test_with_a_group_no_more_rows_than_it_has_room_for(process_group):
         assert tp.skipped_calls == 1
 
 
-@pytest.mark.parametrize("params", [{}, {"top_k": 3}])
 @pytest.mark.parametrize(
     ("error", "message", "change"),
     [
@@ -355,9 +295,9 @@ def test_with_a_group_no_more_rows_than_it_has_room_for(process_group):
         (TypeError, "unexpected argument 'top_n'", {"top_n": 3}),
     ],
 )
-def test_refuses_what_sample_refuses(error, message, change, params):
+def test_refuses_what_sample_refuses(error, message, change):
     with pytest.raises(error, match=message):
-        flashsampling.warmup(**{"weight": torch.zeros(300, 16)} | params | change)
+        flashsampling.warmup(**{"weight": torch.zeros(300, 16)} | change)
 
 
 def filters_and_more(batch, device):
@@ -374,31 +314,6 @@ def filters_and_more(batch, device):
 
 def first_rows(request, batch):
     return {name: value[:batch] if isinstance(value, torch.Tensor) else value for name, value in request.items()}
-
-
-def test_with_what_requests_ask_for(device):
-    """Of its kinds: for any batch nothing is compiled after it, and no count of the caller's is advanced."""
-    problem = make_problem(20, 300, 16, device, torch.bfloat16)
-    request = filters_and_more(20, device)
-    names = flashsampling.warmup(problem.weight, max_batch_size=20, **request)
-    assert not request["token_counts"].counts.any()
-    asked_for = "token_counts, presence_penalty, token_mask, top_k, top_p, return_logprobs"
-    assert all(name.endswith(f" with {asked_for}") for name in names)
-    assert bool(names) == (device.type == "cuda")
-    if device.type == "cuda":
-        from flashsampling.kernels.triton.filtered import block_stats_kernel, filtered_sample_kernel
-        from flashsampling.kernels.triton.fused import logits_gemm
-
-        kernels = [
-            filtered_sample_kernel.filtered_sample_kernel,
-            block_stats_kernel.block_stats_kernel,
-            logits_gemm.logits_gemm_kernel,
-        ]
-        made = [set(kernel.device_caches[device.index][0]) for kernel in kernels]
-        for batch in range(1, 21):
-            rows = first_rows(request, batch) | {"seed": torch.arange(batch, device=device)}
-            flashsampling.sample(problem.hidden_states[:batch], problem.weight, temperature=0.7, **rows)
-        assert [set(kernel.device_caches[device.index][0]) for kernel in kernels] == made
 
 
 @pytest.mark.gpu
@@ -444,7 +359,10 @@ def test_keys_of_the_cache_for_what_requests_ask_for(use_tma, monkeypatch, devic
     problem = make_problem(70, 300, 16, device, torch.bfloat16)
     request = filters_and_more(70, device) | {"top_logprobs": 3}
     request["logprob_ids"] = torch.zeros(70, 5, dtype=torch.int64, device=device)
-    flashsampling.warmup(problem.weight, max_batch_size=70, impl="triton", **request)
+    names = flashsampling.warmup(problem.weight, max_batch_size=70, impl="triton", **request)
+    asked_for = "token_counts, presence_penalty, token_mask, top_k, top_p, return_logprobs, top_logprobs, logprob_ids"
+    assert all(name.endswith(f" with {asked_for}") for name in names)
+    assert not request["token_counts"].counts.any()  # no count of the caller's is advanced
     made = {name: set(keys.seen) for name, keys in kernels.items()}
     for batch in range(1, 71):
         rows = first_rows(request, batch) | {"seed": torch.arange(batch, device=device)}
@@ -504,8 +422,8 @@ def test_ranks_rehearse_what_requests_ask_for(device, on_gpu, monkeypatch):
             return within("busy")
 
     def noted(kind):
-        def call(step, group):
-            assert step.shard == group.shard
+        def call(step, **group):
+            assert step.shard == Group.shard
             calls.append((kind, tuple(step.params.names()), step.params.top_k, tuple(inside)))
 
         return call
@@ -514,9 +432,6 @@ def test_ranks_rehearse_what_requests_ask_for(device, on_gpu, monkeypatch):
     monkeypatch.setattr(backend, "compiling", lambda at_once: within("compiling"))
     monkeypatch.setattr(ops, "dry_run", noted("rehearsed"))
     monkeypatch.setattr(ops, "sample_sharded", noted("drawn"))
-    monkeypatch.setattr(
-        sys.modules[Plan.__module__], "sample", lambda *_, **__: calls.append(("drawn", (), 0, tuple(inside)))
-    )
     ones = torch.ones(1, device=device)
     requests = [{}, {"top_p": ones}, {"top_p": 1.0}, {"top_k": 5, "top_p": ones}]
     names = warmup_mixes(on_gpu, requests, max_batch_size=1, tp=Group())  # type: ignore[arg-type]

@@ -99,11 +99,10 @@ def test_which_kernels_are_compiled_ahead():
 @pytest.mark.quick(0)
 def test_precompile_fills_the_cache(tmp_path):
     environment = {"FLASHSAMPLING_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "default"}
-    for command, state in (("-m", "flashsampling", "precompile"), "compiled"), (("scripts/precompile",), "was there"):
+    for state in "compiled", "was there":
         words = "--workers", 2, "--dtype", "bfloat16", "--max-batch-size", 8
-        printed = run_python(*command, *words, **environment)
+        printed = run_python("-m", "flashsampling", "precompile", *words, **environment)
         assert printed.count(state) == 3  # of every kind
-        assert "\n3 kernels in " in printed
     assert len(list(tmp_path.glob("cute/*/*.o"))) == 3
     code = (
         "import torch; from flashsampling.kernels.hopper import cache\n"
@@ -111,8 +110,8 @@ def test_precompile_fills_the_cache(tmp_path):
         "cache._compile = None\n"  # what is on disk is not compiled again
         "print([callable(cache.kernel_for(torch.bfloat16, CONFIGS[0], kind)) for kind in KINDS.values()])\n"
         # an object without the symbol that is wanted is compiled again; what else is damaged, test_cache plays
-        "cache._compile, cache._SYMBOL = lambda *_: 'compiled again', 'another_name'\n"
-        "print(cache._load_or_compile(torch.bfloat16, CONFIGS[0]))\n"
+        "cache._compile, cache._SYMBOL, cache._write = lambda *_: 'compiled again', 'another_name', lambda *_: None\n"
+        "print(cache._load_or_compile((torch.bfloat16, CONFIGS[0], KINDS['plain'])))\n"
     )
     environment = os.environ | environment | {"CUTE_DSL_ARCH": "sm_90a"}
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
