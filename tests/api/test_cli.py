@@ -12,6 +12,7 @@ from flashsampling import __main__ as command
 from flashsampling import __version__, ops, sample
 from flashsampling.backends import BACKENDS
 from flashsampling.kernels.hopper import cache
+from tests.conftest import run_python
 
 
 @pytest.fixture
@@ -49,6 +50,14 @@ def test_doctor_says_what_lies_in_the_cache(capsys, root):
     path.parent.chmod(0o777)
     command.main(["doctor"])
     assert f"cannot be said: PermissionError: {path.parent} can be written by others" in capsys.readouterr().out
+
+
+def test_doctor_needs_torch_alone():
+    absent = "triton", "cutlass", "nvidia_cutlass_dsl", "tvm_ffi", "transformers", "rich", "typer"
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); from flashsampling.__main__ import main; "
+    out = run_python(code + "main(['doctor'])")
+    assert "not cute: nvidia-cutlass-dsl is not installed" in out
+    assert "not triton: triton is not installed" in out
 
 
 def test_doctor_outlives_a_broken_installation(capsys, monkeypatch):

@@ -21,25 +21,7 @@ from scripts.demo_generate import load_model  # noqa: E402
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-@pytest.mark.quick(0)
-def test_a_mistyped_model_is_named_in_a_line():
-    environment = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "scripts.demo_generate", "--model", "no/such-model"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert run.returncode == 2
-    assert "Usage: ./scripts/demo [OPTIONS]" in run.stderr
-    assert "Invalid value for --model: 'no/such-model' cannot be loaded: " in run.stderr
-    assert "Traceback" not in run.stderr
-    assert len(run.stderr.splitlines()) <= 8, run.stderr
-    assert run.stdout == "loading no/such-model\n"
-
-
-@pytest.mark.parametrize("name", ["smollm", "./no/such/folder", "two words", "/dev/null", "a/b/c"])
+@pytest.mark.parametrize("name", ["smollm", "two words", "/dev/null"])
 def test_whatever_is_wrong_with_the_name(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # it would try again for most of a minute
     with pytest.raises(typer.BadParameter, match=f"^'{name}' cannot be loaded: .+$") as raised:

@@ -3,6 +3,7 @@ import."""
 
 import ast
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -24,10 +25,6 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 DOCS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-OURS = ("benchmarks", "flashsampling", "scripts", "tests")
-ENVIRONMENTS = {"./scripts/demo": "demo", "./scripts/test": "test"}  # what the script asks of make_environment
-# others are named as their package
-MODULES = {"nvidia-cutlass-dsl": ("cutlass", "cuda"), "apache-tvm-ffi": ("tvm_ffi",)}
 
 
 def fences(language, text):
@@ -89,90 +86,54 @@ def test_the_snippets_about_drafts_run():
     assert names["out"].accepted_drafts.shape == (2, 3)
 
 
-BROUGHT = {"benchmarks/sglang_engine.py": {"transformers"}}  # by SGLang, which that is for
-
-
-def requirements(extras):
-    """Distribution names that the package and its extras bring, extras of the package itself followed."""
-    names: set[str] = set()
-    for requirement in PROJECT["dependencies"] + [entry for extra in extras for entry in EXTRAS[extra]]:
-        name, own = re.match(r"([\w-]+)(?:\[([\w,]+)\])?", requirement).groups()
-        names |= requirements(own.split(",")) if name == PROJECT["name"] else {name}
-    return names
-
-
-def imports(source, seen=None):
-    """Top-level names of other packages that a file of this repository imports; its own imports are followed."""
-    seen = set() if seen is None else seen
-    if source in seen:
-        return set()
-    seen.add(source)
+def imported(path):
+    """Top-level names of the other packages that a file imports when it is imported itself."""
     found = set()
-    pending = [ast.parse(source.read_text(encoding="utf-8"))]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue  # imported when called
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        names = []
+    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            parts = list(source.relative_to(ROOT).parts[: -node.level]) if node.level else []
-            base = ".".join([*parts, *([node.module] if node.module else [])])
-            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        for name in names:
-            top = name.split(".")[0]
-            if top not in OURS:
-                found.add(top)
-                continue
-            place = ROOT.joinpath(*name.split("."))
-            packages = [ROOT.joinpath(*name.split(".")[:end], "__init__.py") for end in range(1, name.count(".") + 2)]
-            for file in (place.with_suffix(".py"), *packages):
-                if file.is_file():
-                    found |= imports(file, seen)
-        pending += ast.iter_child_nodes(node)
-    return found - set(sys.stdlib_module_names)
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module.split(".")[0])
+    return found - set(sys.stdlib_module_names) - {"benchmarks", "flashsampling", "scripts", "tests"}
 
 
-def missing(source, extras):
-    modules = {module for name in requirements(extras) for module in MODULES.get(name, (name.replace("-", "_"),))}
-    return imports(source) - modules
+@pytest.mark.parametrize(
+    ("extras", "pattern"),
+    [
+        ("bench,cute,triton", "benchmarks/*.py"),
+        ("bench,cute,triton", "tests/problems.py"),  # the benchmarks' gate
+        ("bench,cute,triton", "tests/emulator/*.py"),
+        ("bench", "scripts/sass_diff.py"),
+        ("demo", "scripts/demo_generate.py"),
+        ("demo", "scripts/decode_tp"),
+        ("demo", "scripts/speculate"),
+    ],
+)
+def test_what_a_command_imports_is_in_its_extras(extras, pattern):
+    brought = PROJECT["dependencies"] + [entry for extra in extras.split(",") for entry in EXTRAS[extra]]
+    names = {re.match(r"[\w-]+", entry)[0].replace("-", "_") for entry in brought} | {"numpy"}
+    names |= {"transformers"} if "demo" in extras else set()  # flashsampling[transformers]
+    names |= {"cutlass", "tvm_ffi", "cuda"} if "cute" in extras else set()
+    files = list(ROOT.glob(pattern))
+    assert files
+    assert {path.name: extra for path in files if (extra := imported(path) - names)} == {}
 
 
 def commands():
-    """(command, extras of the environment that it runs in), from the fences and from what stands between backticks."""
-    for block in fences("bash", README):
-        extras = None
-        for line in block.splitlines():
-            command = line.partition(" #")[0].strip()
-            if command.startswith("pip install"):
-                extras = extras_of(command)
-            if command:
-                yield command, extras
+    """The commands in fences and, with Python, between backticks."""
     pages = (README, CONTRIBUTING, *DOCS.values())
     said = [command for text in pages for command in re.findall(r"`(python -m [^`]+)`", text)]
     said += re.findall(r"^    (\./[^#\n]+)", CONTRIBUTING, flags=re.MULTILINE)
-    lines = [
-        line.partition(" #")[0]
-        for text in DOCS.values()
-        for block in fences("bash", text)
-        for line in block.splitlines()
-    ]
-    said += [line for line in lines if line.startswith(("python ", "./", ".venv"))]
-    yield from ((" ".join(command.split()), ["bench", "cute", "triton"]) for command in said if "..." not in command)
+    lines = [line for text in (README, *DOCS.values()) for block in fences("bash", text) for line in block.splitlines()]
+    said += [line for line in lines if line.startswith(("python ", "./", ".venv", "pip ", "flashsampling "))]
+    said = [" ".join(command.partition(" #")[0].split()) for command in said]
+    return list(dict.fromkeys(command for command in said if "..." not in command))
 
 
-def extras_of(install):
-    return [extra for group in re.findall(r"\.\[([\w,]+)\]", install) for extra in group.split(",")]
-
-
-COMMANDS = list(dict.fromkeys((command, tuple(extras or ())) for command, extras in commands()))
+COMMANDS = commands()
 
 
 def test_the_commands_are_found():
-    said = [command for command, _ in COMMANDS]
     for expected in (
         "./scripts/demo",
         "./scripts/test",
@@ -181,56 +142,19 @@ def test_the_commands_are_found():
         "python -m benchmarks.profile_step cute",
         "python -m torch.distributed.run --standalone --nproc_per_node 2 -m benchmarks.exchange",
     ):
-        assert expected in said
+        assert expected in COMMANDS
 
 
-@pytest.mark.quick(8)
-@pytest.mark.parametrize(("command", "extras"), COMMANDS, ids=[command for command, _ in COMMANDS])
-def test_a_command_has_its_script_and_what_that_imports(command, extras):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_has_its_script(command):
     words = command.split()
-    if words[0] in PROJECT["scripts"]:
-        words = ["python", "-m", PROJECT["scripts"][words[0]].partition(":")[0], *words[1:]]
-    if words[:2] == ["pip", "install"]:
-        for extra in extras_of(command):
-            assert extra in EXTRAS
-        return
-    if words[0].startswith("./"):
-        script = ROOT / words[0]
-        assert os.access(script, os.X_OK)
-        extra = ENVIRONMENTS.get(words[0])
-        if extra is None:
-            return
-        assert f" {extra}\n" in script.read_text()
-        module = re.search(r'"\$PYTHON" -m (scripts\.\w+)', script.read_text())
-        if module:
-            assert not missing(ROOT / (module[1].replace(".", "/") + ".py"), [extra])
-        return
-    if words[0].startswith(".venv"):
-        extras = [words[0].split("/")[0].removeprefix(".venv-")]
-    else:
-        assert words[0] == "python", f"{words[0]} belongs to no environment that the README names"
-    assert words[1] == "-m"
-    script = next((ROOT / word for word in words if word.startswith("scripts/")), None)
-    if script is not None:
-        assert words[2] == "torch.distributed.run"
-        source = script
-        assert os.access(source, os.X_OK)
-    else:
-        name = words[words.index("-m", 3) + 1] if words[2] == "torch.distributed.run" else words[2]
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        source = Path(spec.origin)
-        if source.name == "__init__.py":
-            source = source.with_name("__main__.py")
-    assert source.is_relative_to(ROOT)
-    assert missing(source, extras) <= BROUGHT.get(source.relative_to(ROOT).as_posix(), set())
-
-
-def test_what_the_import_check_says():
-    """The check finds typer of a command after ``pip install .[cute]``, and pytest of the benchmarks' gate."""
-    assert missing(ROOT / "scripts" / "demo_generate.py", ["cute"]) == {"typer", "rich", "transformers"}
-    assert "pytest" in imports(ROOT / "benchmarks" / "sample_cpu.py")
-    assert missing(ROOT / "flashsampling" / "__main__.py", []) == set()
+    scripts = [ROOT / word for word in words if word.startswith(("./scripts/", "scripts/"))]
+    modules = [name for option, name in itertools.pairwise(words) if option == "-m"]
+    extras = re.findall(r"\.\[([\w,]+)\]", command)
+    assert scripts or modules or words[0] in (*PROJECT["scripts"], "pip")
+    assert all(os.access(script, os.X_OK) for script in scripts)
+    assert all(importlib.util.find_spec(name) for name in modules)
+    assert set(",".join(extras).split(",")) <= {*EXTRAS, ""}
 
 
 def test_what_pypi_shows_has_no_relative_link():
