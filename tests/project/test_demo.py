@@ -1,6 +1,5 @@
 """The demo's command line: what a slip of the pen costs; what it prints."""
 
-import functools
 import io
 import os
 import re
@@ -97,19 +96,3 @@ def test_a_terminal_sees_every_token_and_no_timing_ends_after_the_text(tiny, ter
 @pytest.mark.parametrize(("ends", "count"), [(None, 6), (2, 5), ([2, 6], 4), ([9], 6), ([5], 2)])
 def test_padding_is_not_counted(ends, count):
     assert demo_generate._count_drawn(torch.tensor([[5, 2, 2], [5, 6, 7]]), ends) == count
-
-
-def test_medians_and_turns():
-    turns: list[str] = []
-    shown: list[str] = []
-
-    def way(name):
-        turns.append(name)
-        return torch.tensor([[5, 2, 2, 2]])  # 4 steps, 2 tokens
-
-    ways = {name: functools.partial(way, name) for name in "ab"}
-    times = demo_generate._time_rounds(ways, 3, 2, shown.append)
-    assert turns == list("ababab")
-    assert [line.partition(",")[0] for line in shown] == [f"timing: run {run} of 6" for run in range(1, 7)]
-    for milliseconds, rate in times.values():
-        assert milliseconds * 4 / 1e3 * rate == pytest.approx(2)

@@ -4,7 +4,6 @@ figures."""
 import ast
 import json
 import re
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -234,38 +233,25 @@ def test_every_section_and_every_trap_names_a_test():
 
 
 def imports(module):
-    """Modules of the package that a module of it imports: (when it is imported, when something of it is called)."""
+    """Modules of the package that a module of it imports when it is imported itself."""
     path = SOURCES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     own = {module} | {module.rsplit(".", dots)[0] for dots in range(1, module.count(".") + 1)}
-    found: tuple[set[str], set[str]] = (set(), set())
-    pending: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text(encoding="utf-8")), False)]
+    found: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while pending:
-        node, called = pending.pop()
+        node = pending.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.ImportFrom):
             base = package.rsplit(".", node.level - 1)[0] if node.level else ""
             base = ".".join(part for part in (base, node.module) if part)
-            names = [name if name in SOURCES else base for name in (f"{base}.{alias.name}" for alias in node.names)]
-        for name in names:
-            if name in SOURCES:
-                # the packages around a module run before it; those around this one have begun already
-                around = {name.rsplit(".", dots)[0] for dots in range(1, name.count(".") + 1)}
-                found[called].update({name} | around - own)
-        called = called or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        pending += [(child, called) for child in ast.iter_child_nodes(node)]
-    return found
-
-
-def test_no_circle_among_modules():
-    graph = {module: imports(module)[0] for module in SOURCES}
-    assert {"flashsampling.ops", "flashsampling.reference.logit_transforms"} < graph["flashsampling.sampling"]
-    assert "flashsampling.tensor_parallel" not in graph["flashsampling.sampling"]  # for type checkers, and when called
-    tuple(TopologicalSorter(graph).static_order())  # CycleError names the circle
+            names = {name if name in SOURCES else base for name in (f"{base}.{alias.name}" for alias in node.names)}
+            found |= names & set(SOURCES)
+        pending += ast.iter_child_nodes(node)
+    return found - own
 
 
 LAYERS = (  # a module imports, when it is imported, nothing of a later layer
@@ -285,7 +271,7 @@ def test_layers():
     assert set(layer_of) == {module.split(".")[1] for module in SOURCES if "." in module} - {"__main__"}
     for module in SOURCES:
         part = module.split(".")[1] if "." in module else ""
-        for name in imports(module)[0] if part in layer_of else ():
+        for name in imports(module) if part in layer_of else ():
             other = name.split(".")[1] if "." in name else ""
             if not name.startswith("flashsampling.speculative"):  # where drafts stand, kernels know too
                 assert layer_of.get(other, 0) <= layer_of[part], (module, name)

@@ -111,7 +111,7 @@ def imported(path):
 )
 def test_what_a_command_imports_is_in_its_extras(extras, pattern):
     brought = PROJECT["dependencies"] + [entry for extra in extras.split(",") for entry in EXTRAS[extra]]
-    names = {re.match(r"[\w-]+", entry)[0].replace("-", "_") for entry in brought} | {"numpy"}
+    names = {re.split(r"[^\w-]", entry)[0].replace("-", "_") for entry in brought} | {"numpy"}
     names |= {"transformers"} if "demo" in extras else set()  # flashsampling[transformers]
     names |= {"cutlass", "tvm_ffi", "cuda"} if "cute" in extras else set()
     files = list(ROOT.glob(pattern))
