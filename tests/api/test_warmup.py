@@ -300,22 +300,6 @@ def test_refuses_what_sample_refuses(error, message, change):
         flashsampling.warmup(**{"weight": torch.zeros(300, 16)} | change)
 
 
-def filters_and_more(batch, device):
-    """Parameters of all kinds for so many rows of 300 tokens."""
-    return {
-        "top_k": torch.full((batch,), 5, device=device),
-        "top_p": 0.9,
-        "token_counts": flashsampling.TokenCounts(batch, 300, device),
-        "presence_penalty": 0.5,
-        "token_mask": torch.full((batch, 10), -1, dtype=torch.int32, device=device),
-        "return_logprobs": True,
-    }
-
-
-def first_rows(request, batch):
-    return {name: value[:batch] if isinstance(value, torch.Tensor) else value for name, value in request.items()}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "params", [{"top_k": (50, 404)}, {"top_k": (404, 1)}, {"min_p": (0.5, 1e-6)}, {"top_p": (0.5, 0.9)}]
@@ -357,24 +341,27 @@ def test_keys_of_the_cache_for_what_requests_ask_for(use_tma, monkeypatch, devic
     monkeypatch.setattr(logits_gemm, "choose_config", choose)
     monkeypatch.setattr(config, "choose_config", choose)
     problem = make_problem(70, 300, 16, device, torch.bfloat16)
-    request = filters_and_more(70, device) | {"top_logprobs": 3}
-    request["logprob_ids"] = torch.zeros(70, 5, dtype=torch.int64, device=device)
+    counts = flashsampling.TokenCounts(70, 300, device)
+    request = {
+        "top_k": torch.full((70,), 5, device=device),
+        "top_p": 0.9,
+        "token_counts": counts,
+        "presence_penalty": 0.5,
+        "token_mask": torch.full((70, 10), -1, dtype=torch.int32, device=device),
+        "return_logprobs": True,
+        "top_logprobs": 3,
+        "logprob_ids": torch.zeros(70, 5, dtype=torch.int64, device=device),
+    }
     names = flashsampling.warmup(problem.weight, max_batch_size=70, impl="triton", **request)
     asked_for = "token_counts, presence_penalty, token_mask, top_k, top_p, return_logprobs, top_logprobs, logprob_ids"
     assert all(name.endswith(f" with {asked_for}") for name in names)
-    assert not request["token_counts"].counts.any()  # no count of the caller's is advanced
+    assert not counts.counts.any()  # no count of the caller's is advanced
     made = {name: set(keys.seen) for name, keys in kernels.items()}
     for batch in range(1, 71):
-        rows = first_rows(request, batch) | {"seed": torch.arange(batch, device=device)}
+        rows = {name: x[:batch] if isinstance(x, torch.Tensor) else x for name, x in request.items()}
+        rows["seed"] = torch.arange(batch, device=device)
         flashsampling.sample(problem.hidden_states[:batch], problem.weight, temperature=0.7, impl="triton", **rows)
     assert {name: keys.seen for name, keys in kernels.items()} == made
-
-
-def calls_of(batch, vocab, device):
-    from flashsampling.integrations.engine.kernel_variants import default_rows, example_calls
-
-    counts = flashsampling.TokenCounts(batch, vocab, device).read(batch)
-    return example_calls(default_rows(batch, device), vocab, counts)
 
 
 class _OnGpu(torch.Tensor):
@@ -450,11 +437,16 @@ def test_what_was_compiled_ahead_is_not_compiled_again(device):
     """Of one row, whose keys are those of most other batch sizes; and another thread's first draw finds it whole."""
     if device.type != "cuda":
         pytest.skip("nothing is compiled")
+    from flashsampling.integrations.engine.kernel_variants import default_rows, example_calls
     from flashsampling.kernels.triton.filtered.filtered_sample_kernel import filtered_sample_kernel
 
+    def calls(batch):
+        counts = flashsampling.TokenCounts(batch, 320, device).read(batch)
+        return example_calls(default_rows(batch, device), 320, counts)
+
     weight = torch.zeros(320, 64, dtype=torch.bfloat16, device=device)
-    warmup_mixes(weight, calls_of(1, 320, device), max_batch_size=1, vocab_size=320)
+    warmup_mixes(weight, calls(1), max_batch_size=1, vocab_size=320)
     made = set(filtered_sample_kernel.device_caches[device.index][0])
-    for request in calls_of(20, 320, device):
+    for request in calls(20):
         flashsampling.warmup(weight, max_batch_size=20, vocab_size=320, **request)
     assert set(filtered_sample_kernel.device_caches[device.index][0]) == made

@@ -9,6 +9,7 @@ import platform
 import pwd
 import shutil
 import stat
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,7 @@ def fakes(monkeypatch, tmp_path):
     compiled, loaded = [], []
 
     def compile_(key):
+        time.sleep(0.001)  # other threads come meanwhile
         compiled.append(key)
         return Compiled()
 
@@ -88,12 +90,13 @@ def test_what_is_written_is_loaded_and_nobody_else_could_have_written_it(fakes, 
 
 def test_a_kernel_is_made_when_it_is_needed_and_once(fakes):
     """A first token does not wait for the shapes of other batches."""
-    compiled, _ = fakes
+    compiled, loaded = fakes
     kernel = cache.kernel_for(*KEY)
     assert compiled == [KEY]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda key: cache.kernel_for(*key), cache.KERNELS * 3))
+        list(pool.map(lambda key: cache.kernel_for(*key), [key for key in cache.KERNELS for _ in range(4)]))
     assert cache.kernel_for(*KEY) is cache.kernel_for(*KEY[:2]) is kernel
+    assert not loaded
     assert sorted(compiled, key=repr) == sorted(cache.KERNELS, key=repr)
     assert len(list(cache.folder().iterdir())) == len(cache.KERNELS)
 
@@ -156,15 +159,16 @@ def test_a_passing_fault_removes_nothing(fakes, monkeypatch, where):
 
 
 def test_what_is_checked_is_what_is_loaded(fakes, monkeypatch):
-    """Trap 50: another object is put in its place after the check and before the load."""
+    """Trap 50: another object is put in its place as its checksum is compared."""
     path, _ = cache.prepare(KEY)
-    load = cache._load
+    sha256 = cache.hashlib.sha256
 
-    def replaced_before_it_is_loaded(what):
-        path.write_bytes(b"hostile")
-        return load(what)
+    def replaced_as_it_is_checked(*content):
+        if content:
+            path.write_bytes(sha256(b"hostile").digest() + b"hostile")
+        return sha256(*content)
 
-    monkeypatch.setattr(cache, "_load", replaced_before_it_is_loaded)
+    monkeypatch.setattr(cache.hashlib, "sha256", replaced_as_it_is_checked)
     with no_warning():
         cache._load_or_compile(KEY)
     assert fakes == ([KEY], [PAYLOAD])
