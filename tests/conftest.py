@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 
 if not torch.cuda.is_available():
-    # before anything imports triton: its kernels then run in numpy; or, compiled for Hopper, on the machine of
-    # tests.emulator
-    os.environ["TRITON_INTERPRET"] = "0" if os.environ.get("FLASHSAMPLING_COMPILED") else "1"
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: its kernels then run in numpy
     # pytest's workers share the cores: threads of torch beyond that wait for each other, and take a core to wait
     threads = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     torch.set_num_threads(threads)
@@ -26,7 +24,6 @@ import pytest
 
 from tests import emulator
 
-COMPILED = os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available()
 # by name: benchmarks, which import this too, need not what it needs
 hopper = (
     importlib.import_module("tests.emulator.hopper")
@@ -35,11 +32,9 @@ hopper = (
 )
 if hopper is not None:
     hopper.install()
-    if COMPILED:
-        importlib.import_module("tests.emulator.jit").install()
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-INTERPRETED = DEVICE.type == "cpu" and not COMPILED and importlib.util.find_spec("triton") is not None
+INTERPRETED = DEVICE.type == "cpu" and importlib.util.find_spec("triton") is not None
 
 
 @pytest.fixture
