@@ -148,8 +148,8 @@ class Mix:
     def _joint(self, batch: int, params: dict[str, Any]) -> dict[str, Any]:
         if not {"top_k", "top_p"} <= params.keys() or not self.wants("joint_top_p", 2):
             return {}
-        of_all = self.pick(batch, lambda: self.random.randrange(2), (0, 1, -1, -(2**31)), integer=True)
-        return {"joint_top_p": of_all.int() if isinstance(of_all, Tensor) else int(of_all != 0)}
+        of_all = self.pick(batch, lambda: self.random.randrange(2), (0, 1), integer=True)
+        return {"joint_top_p": of_all.int() if isinstance(of_all, Tensor) else of_all}
 
     def _there(self, params: dict[str, Any]) -> SamplingParams:
         return SamplingParams(**{

@@ -281,7 +281,7 @@ def test_low_temperatures_are_no_greedy_ones(impl, temperature, device):
 
 @pytest.mark.parametrize("num_samples", [1, 3])
 def test_special_values_in_streaming_s_chunks(num_samples, device, monkeypatch):
-    """Any two in any two of four chunks, the last a short one; a draw's state goes through all of them, and through
+    """Any two in two of four chunks, the last a short one; a draw's state goes through all of them, and through
     blocks of draws."""
     from flashsampling.reference import streaming
 
@@ -289,7 +289,7 @@ def test_special_values_in_streaming_s_chunks(num_samples, device, monkeypatch):
     monkeypatch.setattr(streaming, "_SCORES_AT_ONCE", {device.type: 2 * 2 * 1024})
     assert streaming.chunk_tokens(2 * num_samples, 10**6, device.type) == 1024
     values = itertools.product((NAN, INF, -INF, 2.0, -1.0), repeat=2)
-    for floor, some, chunks in itertools.product((0.0, -INF), values, itertools.combinations(range(4), 2)):
+    for floor, some, chunks in itertools.product((0.0, -INF), values, ((0, 1), (0, 3), (1, 2))):
         column = torch.full((3 * 1024 + 300,), floor)
         for value, chunk in zip(some, chunks):
             column[1024 * chunk + 77] = value

@@ -363,6 +363,7 @@ def test_cutoffs(shape, several_tiles):
             SamplingParams(top_k=top_k, top_p=0.8, joint_top_p=1),
         ):
             stored_share(step, wanted, shape, without)
+        stored_share(step._replace(temperature=1.7), SamplingParams(min_p=0.02), shape)
 
 
 @pytest.mark.quick(0)

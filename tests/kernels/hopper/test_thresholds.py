@@ -184,9 +184,10 @@ def test_what_is_skipped_scores_less(rows):
 
 def test_a_higher_score_has_no_higher_threshold():
     rng = np.random.default_rng(1)
-    slope, s = search_slope(temperatures(rng)), logits(rng, F(1))
+    slope, s = search_slope(temperatures(rng)), np.where(rng.random(N) < 0.01, F(0), logits(rng, F(1)))
     higher, lower = threshold_from_score(next_float(s), slope), threshold_from_score(s, slope)
     assert_none(height(higher) > height(lower), slope=slope, s=s)
+    assert_none(np.signbit(lower) & (lower == 0), slope=slope, s=s)  # whose bits are not between its neighbours'
 
 
 def test_seeds_are_lower_bounds():

@@ -189,6 +189,15 @@ def test_a_nucleus_that_ends_at_p_ends_there(top_p, kept):
     assert run(with_logits(step, logits), SMALL).ids[:60].unique().tolist() == ids[:kept]
 
 
+def test_any_number_but_0_is_a_joint_top_p():
+    """Of 0.4 and 0.3, which top-k leaves, the first alone has 0.56; of all tokens it takes both."""
+    joint = torch.tensor([-1, 0, 1, -(2**31)], dtype=torch.int32, device=DEVICE)
+    params = SamplingParams(top_k=2, top_p=0.56, joint_top_p=joint)
+    step = make_step(batch=4, vocab=4, num_samples=30, temperature=1.0, params=params)
+    ids = run(with_logits(step, of([0.4, 0.3, 0.2, 0.1]).log().expand(4, 4)), SMALL).ids[:120].view(4, 30)
+    assert [len(row.unique()) for row in ids] == [2, 1, 2, 2]
+
+
 @pytest.mark.parametrize(("temperature", "less"), [(1e17, 5.0), (1e17, 5.54), (1e17, 5.56), (1e17, 8.0), (1e6, 8e-11)])
 def test_min_p_of_one_ends_where_fp64_rounds_to_one(temperature, less):
     """2**-54 below 1: half of what lies between 1 and the number before it."""
