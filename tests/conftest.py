@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 
 if not torch.cuda.is_available():
-    # before anything imports triton: its kernels then run in numpy; or, compiled for Hopper, on the machine of
-    # tests.emulator
-    os.environ["TRITON_INTERPRET"] = "0" if os.environ.get("FLASHSAMPLING_COMPILED") else "1"
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: its kernels then run in numpy
     # pytest's workers share the cores: threads of torch beyond that wait for each other, and take a core to wait
     threads = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     torch.set_num_threads(threads)
@@ -26,7 +24,6 @@ import pytest
 
 from tests import emulator
 
-COMPILED = os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available()
 # by name: benchmarks, which import this too, need not what it needs
 hopper = (
     importlib.import_module("tests.emulator.hopper")
@@ -35,11 +32,9 @@ hopper = (
 )
 if hopper is not None:
     hopper.install()
-    if COMPILED:
-        importlib.import_module("tests.emulator.jit").install()
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-INTERPRETED = DEVICE.type == "cpu" and not COMPILED and importlib.util.find_spec("triton") is not None
+INTERPRETED = DEVICE.type == "cpu" and importlib.util.find_spec("triton") is not None
 
 
 @pytest.fixture
@@ -213,43 +208,6 @@ def _types_made_when_asked_for(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda self, lhs, rhs, binary_op: None)
 
 
-def entries_by_torch(params: Any, first: int, last: int, base: int) -> torch.Tensor:
-    """What ``kernels.triton.filtered.sparse_bias.sort_by_tile`` makes; 0 where it leaves what was there."""
-    (batch, count), blocks = params.bias_ids.shape, -(-(last - base) // 128)
-    there = (params.bias_ids >= first) & (params.bias_ids < last)
-    token, index = torch.where(there, params.bias_ids.long() - base, 2**31 - 1).sort(dim=1, stable=True)
-    there = there.gather(1, index)
-    value = params.bias_values.gather(1, index).view(torch.int32).long()
-    entries = torch.where(there, value << 32 | token, 0)
-    of_block = torch.zeros(batch, blocks + 1, dtype=torch.int64)
-    of_block.scatter_add_(1, torch.where(there, token >> 7, blocks), torch.ones_like(token))
-    of_block = of_block[:, :blocks]
-    place = of_block.cumsum(1) - of_block
-    one = entries.gather(1, place.clamp(max=count - 1))
-    words = torch.where(of_block > 0, one & ~0xFFFFFFFF | one & 127 | of_block << 7 | place << 18, 0)
-    return torch.cat([words, entries], dim=1)
-
-
-def _entries_of_many_rows_by_torch(patched: pytest.MonkeyPatch) -> None:
-    """A program per row, each of which takes Triton's interpreter 15 ms or more: it makes the first rows of many, and
-    torch all, of which these are the same. ``tests/kernels/triton/test_sparse_bias.py`` says that of more."""
-    from flashsampling.kernels.triton import jit
-    from flashsampling.kernels.triton.filtered import sparse_bias
-
-    sort_by_tile = sparse_bias.sort_by_tile
-
-    def by_kernel_or_torch(params: Any, first: int, last: int, base: int) -> torch.Tensor:
-        if len(params.bias_ids) <= 8 or jit.only_compiles():
-            return sort_by_tile(params, first, last, base)
-        few, words = sort_by_tile(params.rows(0, 4), first, last, base), entries_by_torch(params, first, last, base)
-        blocks = words.shape[1] - params.bias_ids.shape[1]
-        few[:, blocks:][words[:4, blocks:] == 0] = 0
-        assert torch.equal(few, words[:4])
-        return words
-
-    patched.setattr(sparse_bias, "sort_by_tile", by_kernel_or_torch)
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _interpreter() -> Iterator[None]:
     """Triton's interpreter is as strict as its compiler, and faster than it comes."""
@@ -259,7 +217,6 @@ def _interpreter() -> Iterator[None]:
             _masks_are_bool(patched)
             _language_patched_once_a_launch(patched)
             _types_made_when_asked_for(patched)
-            _entries_of_many_rows_by_torch(patched)
         yield
 
 

@@ -131,12 +131,6 @@ def make_problem(
     )
 
 
-def of_a_compiled_shape(impl: str, dtype: torch.dtype, batch: int) -> int:
-    """Without a GPU the Hopper kernel is compiled in float16 for 8 rows and for 48, not for 16 and 32: 20 s each."""
-    played = impl == "cute" and dtype == torch.float16 and not torch.cuda.is_available()
-    return batch + 24 if played and 8 < batch < 33 else batch
-
-
 def rows_only(
     batch: int,
     temperature: Tensor | float = 1.0,

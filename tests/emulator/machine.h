@@ -19,19 +19,11 @@
 #include "races.h"
 
 enum { RUNNING, DONE, FAILED };
-enum { EXITED = -1, SHARED_BASE = 1024, SHARED_BYTES = 232448, NAMED_BARRIERS = 16, MOST_PRODUCTS = 256, MOST_LOADS = 64, MOST_COPIES = 4096 };
-
-typedef struct {
-  uint32_t to;
-  uint64_t from;
-  int size, some, group; // bytes, of which so many are read; the others are zero
-} Load;
+enum { EXITED = -1, SHARED_BASE = 1024, SHARED_BYTES = 232448, NAMED_BARRIERS = 16, MOST_PRODUCTS = 256, MOST_COPIES = 4096 };
 
 typedef struct Thread {
   int place, number;
   struct Warp *warp;
-  Load loads[MOST_LOADS]; // on their way to shared memory
-  int many_loads, group;
   uint8_t p[P_REGISTERS];
   uint16_t h[H_REGISTERS];
   uint32_t r[R_REGISTERS];
@@ -309,42 +301,9 @@ static int shuffle_bfly(int lane, int b, int c) {
   return from <= most ? from : -1;
 }
 
-static int shuffle_up(int lane, int b, int c) {
-  int from = lane - b;
-  return from >= (lane & (c >> 8 & 31)) + (c & 31) ? from : -1;
-}
-
-static int shuffle_down(int lane, int b, int c) {
-  int segments = c >> 8 & 31, most = (lane & segments) | (c & 31 & ~segments), from = lane + b;
-  return from <= most ? from : -1;
-}
-
 static int shuffle_idx(int lane, int b, int c) {
   int segments = c >> 8 & 31, most = (lane & segments) | (c & 31 & ~segments), from = (lane & segments) | (b & 31 & ~segments);
   return from <= most ? from : -1;
-}
-
-// -- copies of one thread
-
-static void await_copies(Thread *t, int groups) { // but for the last groups
-  int left = 0;
-  for (int n = 0; n < t->many_loads; n++) {
-    Load load = t->loads[n];
-    if (load.group >= t->group - groups) {
-      t->loads[left++] = load;
-      continue;
-    }
-    char values[16] = {0};
-    if (load.some) memcpy(values, global_at(t, load.from, load.some, LOADS, 0), load.some);
-    memcpy(shared_at(t, load.to, load.size, STORES, values), values, load.size);
-  }
-  t->many_loads = left;
-}
-
-static void copy_some(Thread *t, uint32_t to, uint64_t from, int size, int some) { // as late as can be
-  if (t->many_loads == MOST_LOADS) fail(t->warp->cta->machine, "more than %d copies of a thread at once", MOST_LOADS);
-  Load load = {to, from, size, some, t->group};
-  t->loads[t->many_loads++] = load;
 }
 
 // -- the copy engine
@@ -408,38 +367,6 @@ static inline uint32_t as_bits(float x) {
   return bits;
 }
 
-static inline double as_double(uint64_t bits) {
-  double x;
-  memcpy(&x, &bits, 8);
-  return x;
-}
-
-static inline uint64_t as_bits64(double x) {
-  uint64_t bits;
-  memcpy(&bits, &x, 8);
-  return bits;
-}
-
-static inline int64_t integer_of(double x, int bits) { // towards zero, and no further than there are
-  double most = ldexp(1.0, bits - 1);
-  return x != x ? 0 : x >= most ? (int64_t)(~0ull >> (65 - bits)) : x < -most ? (int64_t)(~0ull << (bits - 1)) : (int64_t)x;
-}
-
-static inline int64_t not_negative(int64_t x) { return x < 0 ? 0 : x; }
-
-static inline uint64_t bits_of(uint64_t x, uint32_t first, uint32_t many) {
-  first &= 255, many &= 255;
-  return first > 63 ? 0 : many > 63 ? x >> first : x >> first & ((1ull << many) - 1);
-}
-
-static inline int64_t signed_bits_of(int64_t x, uint32_t first, uint32_t many, uint32_t width) {
-  first &= 255, many &= 255;
-  if (!many) return 0;
-  if (first >= width) return x < 0 ? -1 : 0;
-  if (many > width - first) many = width - first;
-  return (int64_t)((uint64_t)x << (64 - first - many)) >> (64 - many);
-}
-
 static inline float canonical(float x) { return x != x ? as_float(0x7FFFFFFF) : x; } // the one NaN that arithmetic gives
 
 static inline float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
@@ -456,13 +383,7 @@ static float ex2_approx(Thread *t, float x) { return approximate(t, exp2((double
 
 static float lg2_approx(Thread *t, float x) { return x == 1.0f ? 0.0f : approximate(t, log2((double)flushed(x)), x); }
 
-static float sqrt_approx(Thread *t, float x) { return approximate(t, sqrt((double)flushed(x)), x); }
-
 static float rcp_approx(Thread *t, float x) { return approximate(t, 1.0 / (double)flushed(x), x); }
-
-static double upper_half(double x) { return as_double(as_bits64(x) & 0xFFFFFFFF00000000ull); }
-
-static double rcp_approx_f64(double x) { return upper_half(1.0 / upper_half(x)); } // of and to 20 bits of the mantissa
 
 static inline float minimum(float a, float b, int nan) {
   if (a != a || b != b) return nan || (a != a && b != b) ? as_float(0x7FFFFFFF) : a != a ? b : a;
@@ -520,18 +441,6 @@ static inline float half_to_float(uint16_t bits) {
   if (exponent) return as_float(sign | (exponent + 112) << 23 | fraction << 13);
   float x = (float)fraction * 0x1p-24f;
   return sign ? -x : x;
-}
-
-static inline uint16_t half_nearest(float x) {
-  _Float16 half = (_Float16)x;
-  uint16_t bits;
-  memcpy(&bits, &half, 2);
-  return x != x ? 0x7FFF : bits;
-}
-
-static inline float half_of(uint32_t pair, int upper, int is_bf16) {
-  uint16_t bits = upper ? pair >> 16 : pair & 0xFFFF;
-  return is_bf16 ? as_float((uint32_t)bits << 16) : half_to_float(bits);
 }
 
 // -- tensor cores. Each warp has 16 of the 64 rows, whose operands lie in shared memory, swizzled.
@@ -664,7 +573,7 @@ Machine *start(const char *parameters, int ctas, int cluster, const Range *range
       for (int lane = 0; lane < 32; lane++) {
         Thread *t = &w->threads[lane];
         memset(t, 0xA5, sizeof(Thread));
-        t->place = 0, t->number = 32 * n + lane, t->warp = w, t->many_loads = t->group = 0;
+        t->place = 0, t->number = 32 * n + lane, t->warp = w;
       }
     }
   }

@@ -40,7 +40,6 @@ class Settings:
     late = 4
     rounds = 5_000_000  # after which a launch is taken not to end
     sloppy = 0  # how many units in the last place approximate instructions may be off, each by its operand
-    checks_memory = True
     watches = False  # for accesses that nothing orders: see races.h
     launches = 0
 
@@ -76,7 +75,7 @@ class Machine:
             assert len(part) == size, (part, size)
             packed[start : start + size] = part
         settings.launches += 1
-        launch = _Launch(self, bytes(packed), ctas, cluster, _tensors_of_callers() if settings.checks_memory else [])
+        launch = _Launch(self, bytes(packed), ctas, cluster, _tensors_of_callers())
         waiting = _together.get()
         if waiting is None:
             _run([launch])

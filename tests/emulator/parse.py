@@ -1,7 +1,6 @@
 """The text of one PTX kernel as instructions, labels and registers."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _WIDTHS = {f"{kind}{width}": width for kind in "busf" for width in (8, 16, 32, 64)} | {"pred": 1}
@@ -41,7 +40,7 @@ class Kernel:
 
 
 def parse(text: str) -> Kernel:
-    """The one kernel of a module, in which the functions that it calls are written out at every call."""
+    """The one kernel of a module, which calls no function."""
     kernel = Kernel()
     lines = [re.sub(r"//.*|^\s*\.(loc|file)\b.*", "", line) for line in text.splitlines()]
     text = "\n".join(lines)
@@ -64,105 +63,7 @@ def parse(text: str) -> Kernel:
     shared = re.search(r"\.extern\s+\.shared[^;]*?([\w$]+)\[\]", text)
     kernel.shared = shared[1] if shared else ""
     _read_body(kernel, text[entry.end() :], text[: entry.end()].count("\n") + 1)
-    functions = {function.name: function for function in _functions(text)}
-    calls = 0
-    while any(_calls(item) for item in kernel.body):
-        body: list[Instruction | str] = []
-        for item in kernel.body:
-            if isinstance(item, Instruction) and _calls(item):
-                calls += 1
-                body += _written_out(item, functions, kernel, calls)
-            else:
-                body.append(item)
-        kernel.body = body
-    kernel.body = [_without_parameters(item, kernel) for item in kernel.body]
     return kernel
-
-
-@dataclass
-class _Function:
-    """Not an entry. Its parameters and what it returns are registers of their names."""
-
-    name: str
-    returns: str
-    parameters: list[str]
-    body: Kernel
-
-
-_RETURNS = r"(?:\(\.param\s+\.(\w+)\s+([\w$]+)\)\s*)?"
-_OF_FUNCTION = re.compile(rf"\.func\s+{_RETURNS}([\w$]+)\s*\(([^{{;]*?)\)[^{{;]*\{{", re.DOTALL)
-
-
-def _functions(text: str) -> Iterator[_Function]:
-    """Those that the module defines."""
-    for found in _OF_FUNCTION.finditer(text):
-        kind, returns, name, declared = found.groups()
-        parameters = re.findall(r"\.param\s+\.(\w+)\s+([\w$]+)", declared)
-        function = _Function(name, returns or "", [parameter for _, parameter in parameters], Kernel(name))
-        function.body.widths = {parameter: _WIDTHS[of] for of, parameter in [*parameters, (kind, returns)] if of}
-        _read_body(function.body, text[found.end() :], text[: found.end()].count("\n") + 1)
-        assert not function.body.local[1], "memory of a function's own"
-        yield function
-
-
-def _calls(item: Instruction | str) -> bool:
-    return isinstance(item, Instruction) and item.opcode[0] == "call"
-
-
-def _written_out(
-    call: Instruction, functions: dict[str, _Function], kernel: Kernel, number: int
-) -> Iterator[Instruction | str]:
-    """A call's function, whose names are made unlike those of all others."""
-    assert call.opcode == ("call", "uni"), call
-    assert call.guard is None, call
-    operands = list(call.operands)
-    returned = split(operands.pop(0)[1:-1]) if operands[0].startswith("(") else []
-    function = functions[operands.pop(0)]
-    own, suffix = function.body, f"@call{number}_"
-    labels, last = {item for item in own.body if isinstance(item, str)}, f"$returned{suffix}"
-
-    def renamed(match: re.Match[str]) -> str:
-        name = match[0]
-        if name in labels or name in own.widths:
-            return name + suffix
-        family = name.rstrip("0123456789")
-        return family + suffix + name[len(family) :] if family in own.widths else name
-
-    def of_call(operand: str) -> str:
-        return re.sub(r"[%$A-Za-z_][\w$.@]*", renamed, operand)
-
-    kernel.widths |= {name + suffix: width for name, width in own.widths.items()}
-    for theirs, mine in zip(function.parameters, split(operands[0][1:-1]) if operands else [], strict=True):
-        yield Instruction(("mov", f"b{own.widths[theirs]}"), (theirs + suffix, mine), None, call.line)
-    for item in own.body:
-        if isinstance(item, str):
-            yield item + suffix
-            continue
-        guard = item.guard and (of_call(item.guard[0]), item.guard[1])
-        if item.opcode[0] == "ret":
-            yield Instruction(("bra",), (last,), guard, item.line)
-        else:
-            yield Instruction(item.opcode, tuple(map(of_call, item.operands)), guard, item.line)
-    yield last
-    for mine in returned:
-        yield Instruction(
-            ("mov", f"b{own.widths[function.returns]}"), (mine, function.returns + suffix), None, call.line
-        )
-
-
-def _without_parameters(item: Instruction | str, kernel: Kernel) -> Instruction | str:
-    """Of functions and their calls they are registers, of the kernel memory."""
-    if isinstance(item, str) or item.opcode[0] not in ("ld", "st") or "param" not in item.opcode:
-        return item
-    at = 1 if item.opcode[0] == "ld" else 0
-    name = item.operands[at][1:-1]
-    if kernel.width(name) is None:
-        return item
-    operands = tuple(name if i == at else operand for i, operand in enumerate(item.operands))
-    width, into = _WIDTHS[item.opcode[-1]], kernel.width(operands[0])
-    # a byte, say, of what 32 bits hold
-    opcode = ("mov", f"b{width}") if into == width else ("cvt", f"u{into}", f"u{width}")
-    return Instruction(opcode, operands, item.guard, item.line)
 
 
 def _read_body(kernel: Kernel, text: str, line: int) -> None:
@@ -208,7 +109,6 @@ def _read_body(kernel: Kernel, text: str, line: int) -> None:
 
 def _declare(kernel: Kernel, statement: str, scopes: list[int], declared: dict[int, set[str]]) -> None:
     registers = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", statement, re.DOTALL)
-    parameter = re.fullmatch(r"\.param\s+\.(\w+)\s+([\w$]+)", statement)
     local = re.fullmatch(r"\.local\s+(?:\.align\s+\d+\s+)?\.b8\s+([\w$]+)\[(\d+)\]", statement)
     if registers:
         for name in registers[2].split(","):
@@ -217,9 +117,6 @@ def _declare(kernel: Kernel, statement: str, scopes: list[int], declared: dict[i
                 declared[scopes[-1]].add(name)
                 name = _unlike(name, scopes[-1])
             kernel.widths[name] = _WIDTHS[registers[1]]
-    elif parameter:  # of a call: in braces
-        declared[scopes[-1]].add(parameter[2])
-        kernel.widths[_unlike(parameter[2], scopes[-1])] = _WIDTHS[parameter[1]]
     elif local:
         kernel.local = local[1], int(local[2])
     else:

@@ -9,18 +9,16 @@ from typing import NamedTuple
 from .parse import Instruction, Kernel, split
 
 C_TYPES = {f"{kind}{bits}": f"{'' if kind == 's' else 'u'}int{bits}_t" for kind in "usb" for bits in (8, 16, 32, 64)}
-C_TYPES |= {"f32": "float", "f64": "double", "pred": "uint8_t"}
+C_TYPES |= {"f32": "float", "pred": "uint8_t"}
 # of instructions that threads of a warp take together: how many operands before that of the threads, or None: all of
 # them
 _MEET = {"shfl": 4, "vote": 2, "redux": 2, "elect": 1}
-_MEET |= dict.fromkeys(("bar", "barrier", "wgmma", "ldmatrix", "stmatrix"))
+_MEET |= dict.fromkeys(("bar", "barrier", "wgmma"))
 _NOTHING = {"setmaxnreg", "prefetch", "griddepcontrol"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _OR_UNORDERED = {"neu": "==", "ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}  # what must not hold
 _BINARY = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
 _UNARY = {"not": "~$0", "not.pred": "!$0", "neg": "-$0", "abs": "$0 < 0 ? -$0 : $0", "abs.f32": "fabsf($0)"}
-_UNARY |= {"abs.f64": "fabs($0)"}  # by name, and where a kind differs by both
-_TO_INTEGERS = {"rni": "nearbyint", "rmi": "floor", "rpi": "ceil", "rzi": "trunc"}
 _SPECIAL = {
     "%tid.x": "t->number",
     "%ctaid.x": "t->warp->cta->number",
@@ -143,11 +141,7 @@ class _Translator:
             return f"(({c_type}){_SPECIAL[operand]})"
         if self.kernel.width(operand) is not None:
             place = self._place(operand)
-            as_number = {"f32": "as_float", "f64": "as_double"}.get(kind)
-            return f"{as_number}({place})" if as_number else f"(({c_type}){place})"
-        if re.fullmatch(r"0[dD][0-9A-Fa-f]{16}", operand):
-            bits = f"0x{operand[2:]}ull"
-            return f"as_double({bits})" if kind == "f64" else f"(({c_type}){bits})"
+            return f"as_float({place})" if kind == "f32" else f"(({c_type}){place})"
         if re.fullmatch(r"0[fF][0-9A-Fa-f]{8}", operand):
             bits = f"0x{operand[2:]}u"
             return f"as_float({bits})" if kind == "f32" else f"(({c_type}){bits})"
@@ -170,8 +164,6 @@ class _Translator:
         place = self._place(register)
         if kind == "f32":
             return f"{place} = as_bits({value});"
-        if kind == "f64":
-            return f"{place} = as_bits64({value});"
         if kind == "pred":
             return f"{place} = ({value}) != 0;"
         return f"{place} = ({C_TYPES[kind]})({value});"
@@ -231,10 +223,6 @@ class _Translator:
         yield self._set(item.operands[0], kind, value)
 
     def _do_binary(self, item: Instruction) -> Iterator[str]:
-        if item.opcode == ("add", "s16x2"):
-            a, b = (self._get(source, "u32") for source in item.operands[1:])
-            both = f"(({a} & 0xFFFF) + ({b} & 0xFFFF)) & 0xFFFF | ({a} & 0xFFFF0000) + ({b} & 0xFFFF0000)"
-            return iter([self._set(item.operands[0], "u32", both)])
         assert not set(item.opcode[1:-1]) - {"rn"}, f"not known: {item}"
         return self._arithmetic(item, f"$0 {_BINARY[item.opcode[0]]} $1")
 
@@ -278,13 +266,8 @@ class _Translator:
             a, b, c = (self._get(source, "u32") for source in item.operands[1:])
             yield self._set(item.operands[0], "u32", f"fma_bf16x2({a}, {b}, {c})")
             return
-        value = {
-            ("rn", "f32"): "fmaf($0, $1, $2)",
-            ("rn", "ftz", "f32"): "flushed(fmaf(flushed($0), flushed($1), flushed($2)))",
-            ("rn", "f64"): "fma($0, $1, $2)",
-        }.get(item.opcode[1:])
-        assert value is not None, f"not known: {item}"
-        yield from self._arithmetic(item, value)
+        assert item.opcode == ("fma", "rn", "f32"), f"not known: {item}"
+        yield from self._arithmetic(item, "fmaf($0, $1, $2)")
 
     def _do_div(self, item: Instruction) -> Iterator[str]:
         if item.opcode[-1][0] == "f":
@@ -297,32 +280,18 @@ class _Translator:
 
     def _do_minmax(self, item: Instruction) -> Iterator[str]:
         name, kind = item.opcode[0], item.opcode[-1]
-        if kind == "f64":
-            return self._arithmetic(item, f"f{name}($0, $1)")
         if kind != "f32":
-            value = f"$0 {'<' if name == 'min' else '>'} $1 ? $0 : $1"
-            return self._arithmetic(item, f"not_negative({value})" if "relu" in item.opcode else value)
+            return self._arithmetic(item, f"$0 {'<' if name == 'min' else '>'} $1 ? $0 : $1")
         assert item.opcode[1:-1] in ((), ("NaN",)), f"not known: {item}"
         return self._arithmetic(item, f"{name}imum($0, $1, {int(len(item.opcode) == 3)})")
 
     _do_min = _do_max = _do_minmax
 
-    def _do_bfe(self, item: Instruction) -> Iterator[str]:
-        kind = item.opcode[-1]
-        value = "bits_of($0, $1, $2)" if kind[0] == "u" else f"signed_bits_of($0, $1, $2, {kind[1:]})"
-        return self._arithmetic(item, value, kind, "u32", "u32")
-
     def _do_ex2(self, item: Instruction) -> Iterator[str]:
         assert item.opcode[1:] == ("approx", "ftz", "f32")
         return self._arithmetic(item, f"{item.opcode[0]}_approx(t, $0)")
 
-    _do_lg2 = _do_sqrt = _do_ex2
-
-    def _do_rcp(self, item: Instruction) -> Iterator[str]:
-        if item.opcode[-1] == "f64":
-            assert item.opcode[1:] == ("approx", "ftz", "f64"), f"not known: {item}"
-            return self._arithmetic(item, "rcp_approx_f64($0)")
-        return self._do_ex2(item)
+    _do_lg2 = _do_rcp = _do_ex2
 
     def _do_shl(self, item: Instruction) -> Iterator[str]:
         bits = int(item.opcode[-1][1:])
@@ -355,40 +324,19 @@ class _Translator:
 
     def _do_setp(self, item: Instruction) -> Iterator[str]:
         _, how, kind = item.opcode
-        if kind in ("f16", "bf16", "f16x2", "bf16x2"):  # lower halves, then upper ones
-            pairs = [self._get(source, "u32") for source in item.operands[1:]]
-            for half, to in enumerate(item.operands[0].split("|")):
-                a, b = (f"half_of({pair}, {half}, {int(kind[0] == 'b')})" for pair in pairs)
-                yield self._set(to, "pred", _compared(how, a, b, "f32"))
-        else:
-            a, b = (self._get(source, kind) for source in item.operands[1:])
-            yield self._set(item.operands[0], "pred", _compared(how, a, b, kind))
+        a, b = (self._get(source, kind) for source in item.operands[1:])
+        yield self._set(item.operands[0], "pred", _compared(how, a, b, kind))
 
     def _do_cvt(self, item: Instruction) -> Iterator[str]:
         if item.opcode[1:] == ("rz", "bf16x2", "f32"):
             high, low = (self._get(source, "f32") for source in item.operands[1:])
             yield self._set(item.operands[0], "u32", f"bf16_towards_zero({high}) << 16 | bf16_towards_zero({low})")
             return
-        halves = {
-            ("f32", "bf16"): "as_float((uint32_t){} << 16)",
-            ("f32", "f16"): "half_to_float({})",
-            ("rn", "bf16", "f32"): "bf16_nearest({})",
-            ("rn", "f16", "f32"): "half_nearest({})",
-        }.get(item.opcode[1:])
-        if halves is not None:
-            to, source_kind = ("u16" if kind in ("f16", "bf16") else kind for kind in item.opcode[-2:])
-            yield self._set(item.operands[0], to, halves.format(self._get(item.operands[1], source_kind)))
-            return
         *how, to, source_kind = item.opcode[1:]
         source = self._get(item.operands[1], source_kind)
         if how == ["rz"]:
             assert (to, source_kind) == ("f32", "u32"), f"not known: {item}"
             source = f"float_towards_zero({source})"
-        elif how == ["rzi"] and to in ("s32", "s64"):
-            source = f"integer_of({source}, {to[1:]})"
-        elif how and how[0] in _TO_INTEGERS:
-            assert (to, source_kind) in (("f32", "f32"), ("f64", "f64")), f"not known: {item}"
-            source = f"{_TO_INTEGERS[how[0]]}((double){source})"
         else:  # C rounds to the nearest too
             inexact = to[0] == "f" and (source_kind[0] != "f" or to == "f32")
             assert how == (["rn"] if inexact else []), f"not known: {item}"
@@ -491,19 +439,6 @@ class _Translator:
             yield f"barrier_arrive(t, {self._shared_address(address)}, {arrivals}, {bytes_expected});"
 
     def _do_cp(self, item: Instruction) -> Iterator[str]:
-        if item.opcode[2] == "commit_group":
-            yield "t->group++;"
-            return
-        if item.opcode[2] == "wait_group":
-            yield f"await_copies(t, {item.operands[0]});"
-            return
-        if item.opcode[2] in ("ca", "cg"):
-            to, source, size, *of_source = item.operands
-            base, offset = self._address(source)
-            of_source = [self._get(each, "u32") for each in of_source] or [size]
-            address = f"{self._get(base, 'u64')} + {offset}"
-            yield f"copy_some(t, {self._shared_address(to)}, {address}, {int(size, 0)}, {of_source[0]});"
-            return
         assert item.opcode[:5] == ("cp", "async", "bulk", "tensor", "2d"), f"not known: {item}"
         to, source, barrier, *rest = item.operands
         tensor, coordinates = split(source[1:-1])
@@ -580,24 +515,6 @@ class _Translator:
         yield f"  int votes = 0; EACH(group) votes += {self._get(operands[2], 'pred')};"
         yield f"  if (!named_barrier(w, {number}, {threads}, votes, 1)) return 0;"
         yield f"  EACH(group) {{ {self._set(to, 'u32', f'w->cta->named[{number}].sum')} }}"
-
-    def _meet_ldmatrix(self, item: Instruction) -> Iterator[str]:
-        registers, address = split(item.operands[0]), item.operands[1]
-        yield from self._rows_of_matrices(item, address, len(registers), "LOADS")
-        for n, register in enumerate(registers):
-            yield f"  EACH(group) {{ {self._set(register, 'u32', f'rows[{8 * n} + lane / 4][lane % 4]')} }}"
-
-    def _meet_stmatrix(self, item: Instruction) -> Iterator[str]:
-        address, registers = item.operands[0], split(item.operands[1])
-        yield from self._rows_of_matrices(item, address, len(registers), "STORES")
-        for n, register in enumerate(registers):
-            yield f"  EACH(group) rows[{8 * n} + lane / 4][lane % 4] = {self._get(register, 'u32')};"
-
-    def _rows_of_matrices(self, item: Instruction, address: str, many: int, how: str) -> Iterator[str]:
-        """Of 16 bytes each, by the threads that say where they are."""
-        assert item.opcode[1:] == ("sync", "aligned", "m8n8", f"x{many}", "shared", "b16"), f"not known: {item}"
-        place = self._memory(item, address, 16, how)
-        yield f"  uint32_t *rows[32]; EACH(group) if (lane < {8 * many}) rows[lane] = (void *){place};"
 
     def _meet_barrier(self, item: Instruction) -> Iterator[str]:
         if item.opcode[1] == "cta":

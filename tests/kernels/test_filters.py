@@ -165,6 +165,7 @@ def test_top_p_is_of_what_top_k_kept_and_min_p_relative_to_its_best():
     assert kept(logits, top_k=2, top_p=0.71, joint_top_p=1) == [0, 1]  # the nucleus has three
     assert kept(logits, top_k=2, top_p=0.39, joint_top_p=torch.tensor([1], dtype=torch.int32)) == [0]
     assert kept(logits, top_k=2, top_p=0.56, joint_top_p=torch.tensor([0], dtype=torch.int32)) == [0]
+    assert kept(logits, top_k=2, top_p=0.56, joint_top_p=torch.tensor([-1], dtype=torch.int32)) == [0, 1]
     assert kept(logits, top_k=3, top_p=0.95, min_p=0.6, joint_top_p=1) == [0, 1]
     assert kept(logits, min_p=0.49) == [0, 1, 2]
     assert kept(logits, min_p=0.51) == [0, 1]

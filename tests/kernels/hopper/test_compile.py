@@ -81,8 +81,13 @@ def test_compiles_for_hopper(dtype, index, block_b, kind):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
 def test_noise_and_keys_compile(architecture):
-    module = "tests.kernels.hopper.noise_on_device"
-    run_python(f"from {module} import compile_noise; compile_noise({architecture!r})", CUTE_DSL_ARCH=architecture)
+    code = (
+        "from tests.kernels.hopper.on_device import compile_elementwise\n"
+        "from tests.kernels.hopper.test_noise import _bounds, _from_products, _key\n"
+        "for function, outputs in (_from_products, 4), (_bounds, 5), (_key, 3):\n"
+        f"    compile_elementwise(function, outputs, architecture={architecture!r})"
+    )
+    run_python(code, CUTE_DSL_ARCH=architecture)
 
 
 def test_which_kernels_are_compiled_ahead():

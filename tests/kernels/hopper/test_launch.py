@@ -1,5 +1,5 @@
-"""What the host decides of a launch of the Hopper kernel: which kernel, in which order its arguments, which draws and
-sums it makes, which logits it stores. Nothing is compiled."""
+"""What the host decides of a launch of the Hopper kernel: which kernel, which draws and sums it makes, which logits it
+stores. Nothing is compiled."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +9,10 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from flashsampling.exchange_protocol import PACKED, Shard
 from flashsampling.inputs import SampleInputs
-from flashsampling.kernels.hopper import config, launch, workspace_layout
+from flashsampling.kernels.hopper import config, launch
 from flashsampling.kernels.hopper import dispatch as module
-from flashsampling.kernels.hopper.arguments import Arguments, HostArguments, LaunchArguments
+from flashsampling.kernels.hopper.arguments import LaunchArguments
 from flashsampling.kernels.hopper.config import CUTOFF_KEYS, KINDS, NO_CUTOFFS
 from flashsampling.noise import Stream
 from flashsampling.sampling_params import SamplingParams
@@ -33,19 +32,6 @@ def launches(monkeypatch):
     monkeypatch.setattr(launch, "_plan", plan)
     monkeypatch.setattr(launch, "zeroed_words", lambda needed, device: torch.zeros(needed, dtype=torch.int64))
     return calls
-
-
-def test_arguments_are_in_order(launches):
-    hidden, weight = (torch.zeros(rows, DIM + 8, dtype=torch.bfloat16)[:, :DIM] for rows in (BATCH, VOCAB))
-    rows = torch.full((BATCH,), 0.5), torch.arange(BATCH), 11
-    shard = Shard(1000, PACKED)
-    tokens = launch.run(SampleInputs(hidden, weight, *rows, SAMPLES, VOCAB, shard)).ids
-    operands, arguments, *_ = LaunchArguments.of(launches[0][1])
-    assert operands == HostArguments(hidden.data_ptr(), DIM + 8, weight.data_ptr(), DIM + 8, VOCAB, DIM, 2, 66)
-    of_rows = rows[0].data_ptr(), 0, rows[1].data_ptr(), 0, 0, 11
-    workspace = arguments.workspace
-    expected = Arguments(*of_rows, tokens, workspace, BATCH, 896, 104, 104 + VOCAB, SAMPLES, PACKED)
-    assert all(one is other or one == other for one, other in zip(arguments, expected, strict=True))
 
 
 def test_what_the_copy_engine_reads():
@@ -70,18 +56,6 @@ def test_what_the_launch_is_compiled_with_has_every_name_once(features):
     parts = LaunchArguments.of(range(len(names)))
     assert [name for part in parts if part is not None for name in part._fields] == list(names)
     assert (parts.params is not None, parts.outputs is not None) == features[:2]
-
-
-def test_the_workspace_is_laid_out_without_gaps():
-    draws, row_blocks, rows, start = 15, 2, 7, 1 << 20
-    places = [workspace_layout.best(start, number) for number in range(draws)]
-    places += [workspace_layout.infinite(address, draws) for address in places]
-    places += [workspace_layout.counter(start, draws, block) for block in range(row_blocks)]
-    assert len(places) == workspace_layout.words(draws, row_blocks)
-    places += [workspace_layout.first_tiles(start, draws, row_blocks, block) for block in range(row_blocks)]
-    places += [workspace_layout.cutoff(start, draws, row_blocks, row) for row in range(rows)]
-    assert places == [start + 8 * word for word in range(workspace_layout.words(draws, row_blocks, rows))]
-    assert [workspace_layout.before(start, word) for word in (1, 4)] == [start - 8, start - 32]
 
 
 TENSOR, VECTOR, COUNTS = torch.zeros(BATCH), torch.zeros(VOCAB), torch.zeros(BATCH, VOCAB, dtype=torch.int32)
@@ -126,20 +100,16 @@ def made(monkeypatch):
         (SamplingParams(top_k=3), (False, False), True),
         (SamplingParams(top_k=VOCAB), (False, False), False),
         (SamplingParams(top_k=VOCAB, min_p=0.5), (False, False), True),
-        (SamplingParams(top_k=TENSOR.int()), (False, False), True),
         (SamplingParams(top_k=TENSOR.int(), top_p=0.9), (True, False), True),
         (SamplingParams(top_k=3, top_p=TENSOR, min_p=TENSOR), (False, False), True),
         (SamplingParams(top_k=3, top_p=TENSOR, joint_top_p=1), (True, False), True),
         (SamplingParams(top_k=3, top_p=0.5, joint_top_p=TENSOR.int()), (True, False), True),
-        (SamplingParams(top_k=3, joint_top_p=1), (False, False), True),
         (SamplingParams(top_p=TENSOR, min_p=TENSOR), (True, False), True),
         (SamplingParams(top_p=float("nan")), (True, False), False),
         (SamplingParams(min_p=0.1), (False, False), True),
         (SamplingParams(top_logprobs=2), (False, True), False),
         (SamplingParams(logsumexp=True), (False, True), False),
         (SamplingParams(top_k=3, logprobs=True), (True, True), False),
-        (SamplingParams(top_k=3, soft_cap=1.0), (False, False), True),
-        (SamplingParams(top_k=3, token_mask=TENSOR.int()[:, None]), (False, False), True),
         (SamplingParams(soft_cap=1.0, logit_scale=2.0, bias=VECTOR, logprobs=True), (True, True), False),
         (SamplingParams(stream=Stream.RECOVERY), None, False),
         (SamplingParams(token_mask=TENSOR.int()[:, None], logprobs=True), None, False),
@@ -164,24 +134,6 @@ def test_the_sample_of_cutoffs_is_in_columns_of_their_own():
     """Which ``cutoff_rank`` takes for granted: of a row's blocks those ``width`` apart share one."""
     logits = pytest.importorskip("flashsampling.kernels.triton.filtered.dispatch")
     assert logits.CONFIG.width >= CUTOFF_KEYS
-
-
-def test_cutoffs_are_made_room_for_by_kind():
-    """By which parameters are set."""
-    matrix, of_rows, vocab = torch.zeros(BATCH, DIM, dtype=torch.bfloat16), torch.zeros(BATCH), 4 * CUTOFF_KEYS
-    step = SampleInputs(matrix, matrix, 1.0, 7, 11, 1, vocab)
-    for params, some in (
-        *((SamplingParams(top_k=k), True) for k in (1, 50, CUTOFF_KEYS, vocab - 1)),
-        *((SamplingParams(top_k=k), False) for k in (-1, 0, vocab)),
-        (SamplingParams(top_k=vocab, min_p=of_rows), True),
-        (SamplingParams(top_k=of_rows.int()), True),
-        (SamplingParams(min_p=1e-30), True),
-        (SamplingParams(top_p=0.9), False),
-        (SamplingParams(top_k=5, logprobs=True), False),
-    ):
-        assert (module._allocate_cutoffs(step._replace(params=params)) is not None) == some
-    with pytest.raises(AssertionError):
-        module.run_with_logits(step, 0, None, filters=module._cutoff_arguments(SamplingParams(top_k=5), of_rows.int()))
 
 
 @pytest.mark.parametrize(

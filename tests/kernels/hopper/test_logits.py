@@ -19,7 +19,7 @@ from tests.api.test_token_counts import seen_of
 from tests.conftest import DEVICE
 from tests.kernels.triton.test_filtered import agrees
 from tests.kernels.triton.test_filtered_kernel import by_token, in_blocks, key_of, masses_of, may_be_deferred
-from tests.problems import CUTE_SHAPES, NEEDS_CUTE, assert_same_rows, parts_of
+from tests.problems import CUTE_SHAPES, NEEDS_CUTE, parts_of
 
 pytestmark = NEEDS_CUTE
 
@@ -343,7 +343,7 @@ def test_cutoffs(shape, several_tiles):
     for batch, vocab, dim in (
         [(shape.block_b, 30_000, 1024), (shape.block_b // 2 + 1, 20_005, 512), (2 * shape.block_b - 3, 70_001, 64)]
         if ON_GPU
-        else [(shape.block_b - 1, 2_005, 72)]
+        else [(shape.block_b - 1 if shape.block_b > 8 else 21, 2_005, 72)]
     ):
         step = make_step(batch, vocab, dim)
         top_k = torch.randint(-1, 600 if ON_GPU else 60, (batch,), device=DEVICE)
@@ -363,6 +363,7 @@ def test_cutoffs(shape, several_tiles):
             SamplingParams(top_k=top_k, top_p=0.8, joint_top_p=1),
         ):
             stored_share(step, wanted, shape, without)
+        stored_share(step._replace(temperature=1.7), SamplingParams(min_p=0.02), shape)
 
 
 @pytest.mark.quick(0)
@@ -443,21 +444,6 @@ def test_whose_draws_are_left_does_not_matter(batch):
             assert torch.equal(values[others].nan_to_num(7.0), again[part][others].nan_to_num(7.0)), part
 
 
-def test_cutoffs_of_several_blocks_of_rows(several_tiles):
-    shape = config.CONFIGS[0]
-    step = make_step(3 * shape.block_b - 3, VOCAB, 64)
-    top_k = torch.randint(1, 300, (len(step.hidden_states),), device=DEVICE)
-    top_k[::3] = 0
-    for wanted in (
-        SamplingParams(top_k=top_k),
-        SamplingParams(top_k=top_k.int(), min_p=torch.rand(len(top_k), device=DEVICE) ** 4),
-    ):
-        stored_share(step, wanted, shape)
-    for first, second in ((5, 0), (0, 5)):  # one block alone has a top-k
-        top_k = torch.tensor([first] * shape.block_b + [second] * shape.block_b, device=DEVICE)
-        stored_share(make_step(2 * shape.block_b, VOCAB, 64), SamplingParams(top_k=top_k), shape)
-
-
 @pytest.mark.quick(0)
 @pytest.mark.skipif(ON_GPU, reason="there a launch so small may be over first; test_cutoffs_leave_most_out asks more")
 def test_cutoffs_are_found(several_tiles):
@@ -466,25 +452,6 @@ def test_cutoffs_are_found(several_tiles):
     step = make_step(2 * shape.block_b, VOCAB, 64)
     for wanted in (SamplingParams(top_k=5), SamplingParams(min_p=0.5)):
         assert min(float(stored_share(step, wanted, shape).mean()) for _ in range(5)) < 1
-
-
-def test_cutoffs_at_one_temperature_for_all_rows(several_tiles):
-    step = make_step(8, VOCAB, 64)._replace(temperature=1.7)
-    for _ in range(3):
-        stored_share(step, SamplingParams(min_p=0.02), config.CONFIGS[0])
-
-
-def test_cutoffs_are_not_above_those_of_the_filtered_kernel(several_tiles):
-    """No bit of a step depends on whether there is one: ``filtered_sample_kernel``'s cutoff of min-p."""
-    step = make_step(8, VOCAB, 64)._replace(temperature=1.0)
-    tiles = -(-step.vocab_size // 128)
-    for min_p in (0.999, 0.5, 0.05):
-        logits, cutoffs = torch.empty(8, 128 * tiles, device=DEVICE), torch.empty(8, dtype=torch.int32, device=DEVICE)
-        keys = torch.empty(8, 4 * tiles, dtype=torch.int32, device=DEVICE)
-        run_with_cutoffs(step, SamplingParams(min_p=min_p), config.CONFIGS[0], (logits, keys, None), cutoffs)
-        key = keys.amax(1)
-        top = (key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32)
-        assert (cutoffs <= key_of(top + (math.log2(min_p) - 0.01) / LOG2_E - top.abs() * 1e-6)).all()
 
 
 @pytest.mark.gpu
@@ -555,38 +522,6 @@ def test_steps_do_not_depend_on_cutoffs(batch, monkeypatch, several_tiles):
             assert torch.equal(launch.run(whole).ids, expected)
         some = whole.part(0, min(batch, 8))
         agrees(launch.run(some), some, tolerance=2e-3)
-
-
-REQUESTS = {
-    "top_k": SamplingParams(top_k=40),
-    "top_p": SamplingParams(top_p=0.9),
-    "both": SamplingParams(top_k=40, top_p=0.9, min_p=0.01),
-    "joint": SamplingParams(top_k=40, top_p=0.2, joint_top_p=1),
-    "logprobs": SamplingParams(top_p=0.95, logprobs=True, top_logprobs=3, logsumexp=True),
-    "logsumexp": SamplingParams(logsumexp=True),
-    "masked": SamplingParams(top_k=20, soft_cap=20.0),
-}
-
-
-@pytest.mark.quick(3)
-@pytest.mark.parametrize("name", list(REQUESTS))
-@pytest.mark.parametrize("batch", [1, 40, 130, 256] if ON_GPU else [7])
-def test_whole_steps(name, batch):
-    """What the oracle says, and a row's bits in another batch."""
-    step = make_step(batch, 4099 if ON_GPU else 1001, num_samples=2)._replace(params=REQUESTS[name])
-    if name in ("both", "logprobs"):
-        step = step._replace(temperature=0.8)
-    drawn, some = agrees(launch.run(step), step), step.part(batch // 3, batch)
-    assert_same_rows(launch.run(some), some, drawn, step, slice(batch // 3, None))
-
-
-def test_filters_of_some_rows():
-    """The others' tokens are those of the plain kernel."""
-    plain = make_step(60 if ON_GPU else 8, 4099)
-    top_k = torch.zeros(len(plain.hidden_states), dtype=torch.int32, device=DEVICE)
-    top_k[::2] = 5
-    step = plain._replace(params=SamplingParams(top_k=top_k))
-    assert torch.equal(agrees(launch.run(step), step).ids[1::2], launch.run(plain).ids[1::2])
 
 
 @pytest.mark.gpu

@@ -2,159 +2,137 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from flashsampling import noise
+pytest.importorskip("cutlass")
+
+from cutlass import Float32, Int32, Uint32
+
+from flashsampling import noise as reference
+from flashsampling.kernels.hopper import noise, reduction
 from tests.api.test_noise import KNOWN_ANSWERS
 from tests.conftest import DEVICE
-from tests.problems import KERNELS
+from tests.kernels.hopper.on_device import on_device
+from tests.problems import NEEDS_CUTE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif("cute" not in KERNELS, reason="needs a Hopper GPU and the CuTe DSL")]
-
-
-@pytest.fixture(scope="module")
-def compute():
-    from tests.kernels.hopper.noise_on_device import INPUTS, OUTPUTS, compile_noise
-
-    compiled = compile_noise("sm_90a")
-
-    def compute(blocks):
-        """(n, 11 to INPUTS) int64 -> (n, OUTPUTS) int64"""
-        blocks = torch.nn.functional.pad(blocks, (0, INPUTS - blocks.shape[1]))
-        blocks = blocks.to(DEVICE).contiguous()
-        out = torch.full((len(blocks), OUTPUTS), -1, device=DEVICE)
-        compiled(blocks, out, len(blocks))
-        return out
-
-    return compute
+pytestmark = NEEDS_CUTE
+MANY = 1 << (20 if DEVICE.type == "cuda" else 16)
 
 
-def as_float(bits):
-    return bits.to(torch.int32).view(torch.float32).double()
+def _plain(c0: Uint32, c1: Uint32, c2: Uint32, c3: Uint32, k0: Uint32, k1: Uint32) -> Uint32:
+    return noise.philox_words(c0, c1, (c2, c3), (k0, k1))
 
 
-def blocks_of(words, refinement=0):
-    """Blocks with the given words, four to a block, and random counters."""
-    words = torch.nn.functional.pad(words, (0, -len(words) % 4), value=5).view(-1, 4)
-    counters = torch.randint(0, 2**32, (len(words), 6))
-    return torch.cat([counters, words, torch.full((len(words), 1), refinement)], dim=1)
+def _from_products(c0: Uint32, c1: Uint32, c2: Uint32, c3: Uint32, k0: Uint32, k1: Uint32) -> Uint32:
+    return noise.philox_words_from_products(noise.group_product(c0), noise.row_constants(c1, (c2, c3), (k0, k1)))
 
 
-def test_philox_known_answers(compute):
-    blocks = torch.tensor([[*counter, *key, 0, 0, 0, 0, 0] for counter, key, _ in KNOWN_ANSWERS])
-    expected = torch.tensor([words for _, _, words in KNOWN_ANSWERS], device=DEVICE)
-    out = compute(blocks)
-    for first in (0, 4):
-        assert torch.equal(out[:, first : first + 4], expected)
-
-
-def test_narrow_multiplications_give_philox(compute):
-    """On random counters, and with zeros and all ones, where carries and roundings live."""
+@pytest.mark.parametrize("function", [_plain, _from_products])
+def test_philox(function):
+    """Known answers; and random counters, with zeros and all ones, where carries and roundings live."""
+    words = on_device(function, 4)
+    counters, keys, expected = zip(*KNOWN_ANSWERS, strict=True)
+    assert words(*np.array([[*c, *k] for c, k in zip(counters, keys)]).T).T.tolist() == [list(e) for e in expected]
+    blocks = torch.randint(0, 2**32, (6, MANY))
     edges = torch.tensor([0, 1, 2, 0xFFFF, 0x10000, 0xFFFF0000, 0xFFFFFFFE, 0xFFFFFFFF])
-    blocks = blocks_of(torch.randint(0, 2**32, (1 << 20,)))
-    blocks[: 1 << 16, :6] = edges[torch.randint(0, len(edges), (1 << 16, 6))]
-    out = compute(blocks)
-    c = blocks.to(DEVICE)
-    expected = torch.stack(noise.philox4x32_10((c[:, 0], c[:, 1], c[:, 2], c[:, 3]), (c[:, 4], c[:, 5])), dim=1)
-    for first in (0, 4):
-        assert torch.equal(out[:, first : first + 4], expected)
+    blocks[:, : MANY // 16] = edges[torch.randint(0, len(edges), (6, MANY // 16))]
+    exact = reference.philox4x32_10(tuple(blocks[:4]), tuple(blocks[4:]))
+    assert np.array_equal(words(*blocks.numpy()), torch.stack(exact).numpy())
 
 
 def word_range():
-    edge = torch.arange(0, 1 << 14)
-    pieces = [
-        edge,
-        2**32 - 1 - edge,
-        2**28 - (1 << 13) + edge,
-        2**31 - (1 << 13) + edge,
-        torch.randint(0, 2**32, (1 << 18,)),
-    ]
-    return torch.cat([*pieces, torch.logspace(0, 31.99, 1 << 16, base=2, dtype=torch.float64).long()])
+    edge, random = np.arange(0, 1 << 14), np.random.default_rng(0).integers(0, 2**32, MANY // 4)
+    near = edge, 2**32 - 1 - edge, 2**28 - (1 << 13) + edge, 2**31 - (1 << 13) + edge
+    return np.concatenate([*near, random, np.logspace(0, 31.99, 1 << 16, base=2)]).astype(np.uint32)
 
 
-def test_gumbel_error_over_the_word_range(compute):
-    """The hardware's logarithm included: 3e-6 * max(1, |g|), at both ends, at the branch of the series, and between."""
-    words = word_range()
+def base2_gumbel(words):
+    """Up to log2(ln 2), which drops out."""
+    return -np.log2(-np.log1p(-(words.astype(np.float64) + 0.5) * 2.0**-32) / math.log(2))
+
+
+def test_gumbel_error_over_the_word_range():
+    """The hardware's logarithm included: 3e-6 * max(1, |g|), at both ends, at the branch of the series, and between.
+    The word 0 by its refinement."""
+    minus_gumbel, words = on_device(noise.minus_gumbel_refined), word_range()
     words = words[words > 0]
-    g = -(as_float(compute(blocks_of(words))[:, 13:17]).flatten()[: len(words)] * math.log(2) + math.log(math.log(2)))
-    exact = -torch.log(-torch.log1p(-(words.double() + 0.5) * 2.0**-32)).to(DEVICE)
-    assert ((g - exact).abs() / exact.abs().clamp(min=1.0)).max() <= 3e-6
-    oracle = noise.gumbel_from_words(words.to(DEVICE)).double()
-    assert ((g - oracle).abs() / exact.abs().clamp(min=1.0)).max() <= 5e-6
+
+    def natural(base2):
+        return -(base2.astype(np.float64) * math.log(2) + math.log(math.log(2)))
+
+    g, exact = natural(minus_gumbel(words, 0)), base2_gumbel(words) * math.log(2) - math.log(math.log(2))
+    assert (abs(g - exact) / abs(exact).clip(1)).max() <= 3e-6
+    oracle = reference.gumbel_from_words(torch.from_numpy(words.astype(np.int64))).double().numpy()
+    assert (abs(g - oracle) / abs(exact).clip(1)).max() <= 5e-6
+    tails = np.array([0, 1, 12345, 2**31, 2**32 - 1], np.uint32)
+    exact = -np.log((tails + 0.5) * 2.0**-64)
+    assert (abs(natural(minus_gumbel(0, tails)) - exact) <= 3e-6 * exact).all()
 
 
-@pytest.mark.parametrize("refinement", [0, 1, 12345, 2**31, 2**32 - 1])
-def test_the_word_zero(refinement, compute):
-    g = -(as_float(compute(blocks_of(torch.zeros(4, dtype=torch.int64), refinement))[:, 13:17]) * math.log(2))
-    exact = -math.log((refinement + 0.5) * 2.0**-64)
-    assert (g - math.log(math.log(2)) - exact).abs().max() <= 3e-6 * exact
+def _bounds(w0: Uint32, w1: Uint32, w2: Uint32, w3: Uint32) -> Uint32:
+    bounds = noise.encode_bounds([w0, w1, w2, w3])
+    return (bounds, *(noise.bound_float(bounds, byte).bitcast(Uint32) for byte in range(4)))
 
 
-def test_the_bounds_hold_for_every_word(compute):
+@np.errstate(invalid="ignore")
+def test_the_bounds_hold_for_every_word():
     """The whole search rests on this: the code's bound is never below the Gumbel, and what has no code has no bound."""
-    from flashsampling.kernels.hopper.noise import BOUND_STEP, GREEDY_BYTE, GUMBEL_ABOVE, GUMBEL_BELOW, HALF
-
     words = word_range()
-    words = torch.cat([words, words.new_full((-len(words) % 4,), 5)]).to(DEVICE)
-    out = compute(blocks_of(words.cpu()))
-    gumbel_bounds = torch.stack([out[:, 8] >> 8 * byte & 0xFF for byte in range(4)], dim=1).flatten()
-    w = as_float(out[:, 9:13]).flatten()
-    assert torch.equal(gumbel_bounds > 0x80, words < 3)
-    assert torch.equal(w.isnan(), words < 3)
+    words = np.concatenate([words, np.full(-len(words) % 4, 5, np.uint32)])
+    bounds, *floats = on_device(_bounds, 5)(*words.reshape(-1, 4).T)
+    byte = np.stack([bounds >> 8 * n & 0xFF for n in range(4)], axis=1).reshape(-1)
+    w = np.stack(floats, axis=1).reshape(-1).view(np.float32).astype(np.float64)
     coded = words >= 3
-    assert (gumbel_bounds[coded] < 0x80).all()
-    assert torch.equal(w[coded], (1 + gumbel_bounds[coded].double() / 128) * 2.0**127)
-    base2 = -torch.log2(
-        -torch.log1p(-(words.double() + 0.5) * 2.0**-32) / math.log(2)
-    )  # up to the constant that drops out
-    assert (base2 <= GUMBEL_BELOW + w * BOUND_STEP)[coded].all()
+    assert np.array_equal(byte < 0x80, coded)
+    assert np.array_equal(np.isnan(w), ~coded)
+    assert np.array_equal(w[coded], (1 + byte[coded] / 128) * 2.0**127)
+    gumbel = base2_gumbel(words)
+    assert (gumbel <= noise.GUMBEL_BELOW + w * noise.BOUND_STEP)[coded].all()
     half = coded & (words < 2**31)
-    assert torch.equal(half, w >= HALF)
-    assert (base2 >= GUMBEL_ABOVE + w * BOUND_STEP)[half].all()
-    assert (base2 >= -5.1).all()
-    assert (1 + GREEDY_BYTE / 128) * 2.0**127 == HALF
-    assert GUMBEL_ABOVE + HALF * BOUND_STEP <= 0 <= GUMBEL_BELOW + HALF * BOUND_STEP
+    assert np.array_equal(half, w >= noise.HALF)
+    assert (gumbel >= noise.GUMBEL_ABOVE + w * noise.BOUND_STEP)[half].all()
+    assert (gumbel >= -5.1).all()
+    assert noise.GUMBEL_ABOVE + noise.HALF * noise.BOUND_STEP <= 0 <= noise.GUMBEL_BELOW + noise.HALF * noise.BOUND_STEP
 
 
-def test_signs_of_bounds_in_bfloat16_miss_no_candidate(compute):
+def _sums(low: Float32, high: Float32, w0: Uint32, w1: Uint32, w2: Uint32, w3: Uint32) -> Uint32:
+    bounds, exponents = noise.encode_bounds([w0, w1, w2, w3]), noise.exponents(Int32(1))
+    floats = (noise.bound_float(bounds, byte).bitcast(Uint32) for byte in range(4))
+    return (*(noise.add_bounds(low, high, bounds, pair, exponents) for pair in range(2)), *floats)
+
+
+@np.errstate(invalid="ignore")
+def test_signs_of_bounds_in_bfloat16_miss_no_candidate():
     """What is at least 0, or NaN, never gets the sign of what is below; what does is at most rounding above it."""
-    from flashsampling.kernels.hopper.noise import BOUND_STEP
-
-    words = torch.cat(
-        [torch.randint(0, 4, (4096,)), torch.logspace(0, 31.99, 1 << 16, base=2, dtype=torch.float64).long()]
-    )
-    words = words[torch.randperm(len(words))]
-    blocks = blocks_of(words)
-    w = as_float(compute(blocks)[:, 9:13])  # 32 to 64 of CODE_STEP
-    # near what cancels w, and at all magnitudes
-    bases = (
-        -(w[:, :2] * BOUND_STEP).float().cpu()
-        * torch.cat([torch.tensor([1.0]), torch.rand(len(blocks) - 1) + 0.5])[:, None]
-    )
-    bases = torch.where(bases.isnan(), torch.randn_like(bases) * 40, bases)
-    bases[:64] = torch.tensor([math.inf, -math.inf, math.nan, 3e38, -3e38, 0.0, 1e-40, -1e-40]).repeat(8)[:, None]
-    bits = bases.view(torch.int32).long() & 0xFFFFFFFF
-    out = compute(torch.cat([blocks, bits], dim=1))
-    for pair in range(2):
-        for side in range(2):
-            exact = bases[:, side].to(DEVICE).double() + w[:, 2 * pair + side] * BOUND_STEP
-            below = out[:, 19 + pair] >> (15 + 16 * side) & 1 == 1
-            assert not (below & ~(exact < 0)).any()
-            assert below[exact < -0.26].all()
+    rng = np.random.default_rng(0)
+    words = np.concatenate([rng.integers(0, 4, 4096), np.logspace(0, 31.99, 1 << 16, base=2)]).astype(np.uint32)
+    words = rng.permutation(words).reshape(-1, 4).T
+    near = -34 * (rng.random((2, words.shape[1])) * 2)  # near what cancels a bound, and at all magnitudes
+    special = np.array([math.inf, -math.inf, math.nan, 3e38, -3e38, 0.0, 1e-40, -1e-40])
+    bases = np.where(rng.random(near.shape) < 0.1, rng.choice(special, near.shape), near).astype(np.float32)
+    *pairs, w0, w1, w2, w3 = on_device(_sums, 6)(*bases, *words)
+    for place, w in enumerate((w0, w1, w2, w3)):
+        exact = bases[place % 2].astype(np.float64) + w.view(np.float32).astype(np.float64) * noise.BOUND_STEP
+        below = pairs[place // 2] >> (15 + 16 * (place % 2)) & 1 == 1
+        assert not (below & ~(exact < 0)).any()
+        assert below[exact < -0.26].all()
 
 
-def test_keys_order_as_scores_and_give_them_back(compute):
-    floats = torch.cat(
-        [torch.randn(4096) * 50, torch.tensor([0.0, -0.0, 3e38, -3e38, 1e-40, -1e-40, math.inf, -math.inf])]
-    )
-    words = torch.zeros(len(floats), 4, dtype=torch.int64)
-    words[:, 0] = floats.view(torch.int32).long() & 0xFFFFFFFF
-    out = compute(blocks_of(words.flatten()))
-    keys, back = out[:, 17], as_float(out[:, 18])
-    assert torch.equal(back, floats.to(DEVICE).double())
+def _key(score: Float32, token: Uint32) -> Uint32:
+    key = reduction.pack_key(score, Int32(token))
+    return Uint32(key >> 32), Uint32(key & 0xFFFFFFFF), reduction.unpack_score(key).bitcast(Uint32)
+
+
+def test_keys_order_as_scores_and_give_them_back():
+    random = np.random.default_rng(0).normal(size=4096) * 50
+    floats = np.array([*random, 0.0, -0.0, 3e38, -3e38, 1e-40, -1e-40, math.inf, -math.inf], np.float32)
+    high, low, back = on_device(_key, 3)(floats, np.arange(len(floats)))
+    keys = high.astype(np.int64) << 32 | low
+    assert np.array_equal(back.view(np.float32), floats)
     assert (keys > 0).all()
-    order = sorted(range(len(floats)), key=lambda i: (floats[i].item(), -i))  # ties: the lower id is the greater key
+    order = sorted(range(len(floats)), key=lambda i: (floats[i], -i))  # ties: the lower id is the greater key
     assert keys.argsort().tolist() == order
-    nan = compute(blocks_of(torch.full((4,), 0x7FC00000)))[0, 17]
-    assert nan == 2**63 - 1
+    high, low, _ = on_device(_key, 3)(math.nan, 0)
+    assert (int(high[0]) << 32 | int(low[0])) == 2**63 - 1

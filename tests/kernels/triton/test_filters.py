@@ -46,7 +46,7 @@ def _asked(batch: int, vocab: int) -> dict[str, SamplingParams]:
     return {
         "top_k": SamplingParams(top_k=5),
         "top_p": SamplingParams(top_p=0.9),
-        "head": SamplingParams(bias=torch.randn(vocab, device=DEVICE), logit_scale=0.5, soft_cap=20.0, top_k=20),
+        "head": SamplingParams(bias=torch.randn(vocab, device=DEVICE), logit_scale=0.5, soft_cap=3.0, top_k=20),
         "mask": SamplingParams(token_mask=mask, min_p=0.1),
         "logprobs": SamplingParams(logprobs=True, top_logprobs=3, logsumexp=True),
         "everything": penalties._replace(

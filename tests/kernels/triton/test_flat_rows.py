@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from flashsampling.inputs import SampleInputs
 from flashsampling.sampling_params import SamplingParams
 from tests.conftest import DEVICE
-from tests.kernels.triton.test_filtered import INF, SMALL, VOCAB, check, make_step, of, same_in_any_batch, with_logits
+from tests.kernels.triton.test_filtered import INF, SMALL, VOCAB, check, make_step, of, with_logits
 from tests.zero_words import ZERO_WORDS
 
 BLOCK = SMALL.block
@@ -41,11 +41,14 @@ def flat_step(params: SamplingParams, num_samples: int = 1, vocab: int = VOCAB) 
         SamplingParams(top_k=VOCAB - 50, top_p=0.9, min_p=0.5, logprobs=True, top_logprobs=4),
         SamplingParams(epsilon_cutoff=1 / VOCAB),
         SamplingParams(top_n_sigma=3.0, top_p=0.9, epsilon_cutoff=1.1 / VOCAB),
+        SamplingParams(top_k=3),
+        SamplingParams(top_p=1e-30),
+        SamplingParams(min_p=1.5),
         SamplingParams(),
     ],
 )
 def test_flat_rows(params):
-    """More candidates than there is room for, all of them ties or next to it."""
+    """More candidates than there is room for, all of them ties or next to it; few of them kept, or many."""
     check(flat_step(params, num_samples=2 if params.logprobs else 1))
 
 
@@ -57,11 +60,6 @@ def test_more_candidates_than_there_is_room_for_and_not_enough(top_p):
     logits = step.hidden_states.clone()
     logits[:, torch.arange(VOCAB, device=logits.device) // 8 % 2 == 0] += 0.2
     check(with_logits(step, logits))
-
-
-@pytest.mark.parametrize("params", [SamplingParams(top_k=3), SamplingParams(top_p=1e-30), SamplingParams(min_p=1.5)])
-def test_few_are_kept_of_many_equal_ones(params):
-    check(flat_step(params))
 
 
 @pytest.mark.parametrize("count", [3, 20])
@@ -99,14 +97,6 @@ def test_equal_infinities(params, temperature, num_samples):
     assert ids[3].min() >= 0
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=VOCAB - 7), SamplingParams(top_p=0.9)])
-def test_masked_rows_of_zeros(params):
-    """Two values: 0 and minus infinity. The first row's first block has nothing."""
-    mask = torch.randint(-(2**31), 2**31, (2, -(-VOCAB // 32))).int()
-    mask[0, : BLOCK // 32] = 0
-    check(make_step(batch=2, params=params._replace(token_mask=mask.to(DEVICE)), num_samples=2, std=0.0))
-
-
 @pytest.mark.quick(6)
 @pytest.mark.parametrize("num_samples", [1, 3])
 @pytest.mark.parametrize("masked", [False, True])
@@ -126,20 +116,6 @@ def test_infinite_logits_at_an_infinite_temperature(params, masked, num_samples)
     logits[3, 77] = -INF
     drawn = check(with_logits(step, logits)).ids[: 4 * num_samples].view(4, num_samples)
     assert (drawn < 0).tolist() == [num_samples * [undefined] for undefined in (False, True, True, not masked)]
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("params", [SamplingParams(top_k=VOCAB - 120), SamplingParams(top_p=0.8, logprobs=True)])
-def test_flat_rows_are_the_same_in_any_batch(params):
-    same_in_any_batch(flat_step(params), [4], [2, 0])
-
-
-@pytest.mark.parametrize(("params", "spread"), [(SamplingParams(top_k=899), 0.0), (SamplingParams(top_p=0.99), 0.01)])
-def test_words_of_zero(params, spread):
-    """A token whose noise needs the refinement, among equal ones and in a row that is searched as a whole."""
-    seeds, offsets, _, _ = zip(*ZERO_WORDS, strict=True)
-    step = make_step(batch=3, vocab=900, params=params, temperature=1.0, std=spread)
-    check(step._replace(seed=of(seeds), offset=of(offsets)))
 
 
 @pytest.mark.parametrize("many", [SMALL.tile // 2, min(SMALL.capacity, 900) - 1])

@@ -247,23 +247,6 @@ def test_rows_on_m(config, device):
         assert (tokens[8::16] == 130).all()
 
 
-@on_cpu
-@pytest.mark.parametrize("use_tma", [False, True])
-def test_the_careful_pass_beside_rows_in_two_pieces(use_tma, careful_tiles, device):
-    """It takes the 16 rows around one in doubt, however many pieces that one is in."""
-    halves = TritonTileConfig(128, 32, 16, 4, 2, 1, use_tma=use_tma, chunk_b=16, halves=True)
-    rest = TritonTileConfig(128, 32, 16, 4, 2, 1, use_tma=use_tma, chunk_b=16, rest_b=16)
-    for config, batch, doubtful in ((halves, 18, [3]), (halves, 27, [12, 26]), (rest, 40, [29]), (rest, 40, [5, 39])):
-        problem = make_problem(batch, 300, 16, device)
-        problem.weight[:, 0] = 0.01
-        problem.weight[[5, 250], 0] = 4.0
-        problem.hidden_states[doubtful] = 0.0
-        problem.hidden_states[doubtful, 0] = 3e38
-        assert_agreement(run(problem.step(), config).ids[:, None], problem)
-        assert len(careful_tiles) == 3 * len({row // 16 for row in doubtful})  # tiles
-        careful_tiles.clear()
-
-
 @pytest.mark.every_triton
 @pytest.mark.parametrize("num_samples", [2, 3])
 def test_several_draws_of_rows_in_two_blocks(num_samples, device):
