@@ -31,8 +31,7 @@ from .processor_params import StepParams
 
 # drafts per round if the assistant's configuration has no number; transformers takes 20 and stops by confidence
 ASSISTANT_TOKENS = 5
-_CUT_BACK = {"DynamicLayer", "DummyLayer"}
-_CUT_BACK_WITH_PAST = {"DynamicSlidingWindowLayer"}  # in releases of transformers that can record the past
+_CUT_BACK = {"DynamicLayer", "DummyLayer", "DynamicSlidingWindowLayer"}
 
 
 def require_supported_drafts(
@@ -58,22 +57,17 @@ def require_supported_drafts(
                 raise ValueError(f"{name} is not supported with drafts: the model runs over several tokens at once")
     if sampler is not None and sampler.tp is not None:
         raise ValueError("sampler must be without tp with drafts")
-    _require_cut_back("drafts", model_kwargs.get(CACHE) if config.use_cache else None)
+    _require_cut_back(model_kwargs.get(CACHE) if config.use_cache else None)
 
 
-def _require_cut_back(what: str, cache: Any) -> None:
+def _require_cut_back(cache: Any) -> None:
     """Raises a ValueError that names the cache layers that cannot forget their last tokens."""
     if cache is None:
-        raise ValueError(f"{what} need a key and value cache: use_cache=True, and a model that has one")
-    others = {
-        type(layer).__name__
-        for layer in getattr(cache, "layers", [cache])
-        if type(layer).__name__ not in _CUT_BACK
-        and not (type(layer).__name__ in _CUT_BACK_WITH_PAST and hasattr(layer, "activate_past_recording"))
-    }
+        raise ValueError("drafts need a key and value cache: use_cache=True, and a model that has one")
+    others = {type(layer).__name__ for layer in getattr(cache, "layers", [cache])} - _CUT_BACK
     if others:
         raise ValueError(
-            f"{what} need a key and value cache that can be cut back, got {type(cache).__name__} of "
+            f"drafts need a key and value cache that can be cut back, got {type(cache).__name__} of "
             f"{', '.join(sorted(others))}: static, quantised and recurrent states are not"
         )
 
@@ -93,10 +87,9 @@ class TargetSampler(NamedTuple):
 class CachedModel:
     """A model with its cache over a growing text and changing drafts behind it."""
 
-    def __init__(self, model: Any, tap: HeadTap, model_kwargs: dict[str, Any], length: int, what: str) -> None:
-        """``model_kwargs`` belong to a text of ``length`` tokens, none of which is in the cache yet. ``what`` names the
-        drafts in errors."""
-        self.model, self.tap, self.what = model, tap, what
+    def __init__(self, model: Any, tap: HeadTap, model_kwargs: dict[str, Any], length: int) -> None:
+        """``model_kwargs`` belong to a text of ``length`` tokens, none of which is in the cache yet."""
+        self.model, self.tap = model, tap
         self.kwargs, self.length, self.cached = model_kwargs, length, 0
         self.cache = model_kwargs[CACHE]
         self._outputs: Any = ModelOutput()
@@ -138,12 +131,10 @@ class CachedModel:
 
     def _finish_run(self, outputs: Any, length: int, positions: int) -> HeadInput:
         if outputs.get(CACHE) is not self.cache:
-            raise ValueError(
-                f"{self.what} need a key and value cache, which {type(self.model).__name__} does not return"
-            )
+            raise ValueError(f"drafts need a key and value cache, which {type(self.model).__name__} does not return")
         given = self.tap.read(outputs.logits, 1, positions)
         if not self.cached:
-            _require_cut_back(self.what, self.cache)  # some caches make their layers in the first run
+            _require_cut_back(self.cache)  # some caches make their layers in the first run
         self.cached, self._outputs = length, outputs
         return given
 
@@ -198,7 +189,7 @@ class Assistant:
             kwargs["logits_to_keep"] = 1
         # without windows, which a draft may leave before it is cut back: all is kept, and masks select the windows
         kwargs[CACHE] = DynamicCache()
-        self._runner = CachedModel(model, tap, kwargs, prompt.shape[1], "drafts of assistant_model")
+        self._runner = CachedModel(model, tap, kwargs, prompt.shape[1])
         self._runner.run(prompt, 1)  # raises here, before the first token, if the logits are not the head's
         count = model.generation_config.num_assistant_tokens
         self._count = ASSISTANT_TOKENS if count is None else count

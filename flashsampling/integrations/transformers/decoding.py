@@ -156,7 +156,7 @@ def generate(
         with HeadTap(model, head) as tap:
             if drafted:
                 with make_drafter(generation_config, assistant, head, input_ids, model_kwargs, target) as drafter:
-                    cached = CachedModel(model, tap, model_kwargs, input_ids.shape[1], "drafts")
+                    cached = CachedModel(model, tap, model_kwargs, input_ids.shape[1])
                     input_ids = decode(cached, drafter, target, input_ids, *loop)
             else:
                 wanted = logprobs if any(logprobs.values()) else {}

@@ -13,7 +13,6 @@ Calling the base model instead would miss hooks on the model and operations betw
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
@@ -132,15 +131,15 @@ class HeadTap:
         self.model, self.head = model, head
         self._running_in: int | None = None  # the thread
         self._hidden_states: Tensor | None = None
-        self._stack = ExitStack()
 
     def __enter__(self) -> "HeadTap":
-        self._stack.callback(self.head.register_forward_pre_hook(self._before).remove)
-        self._stack.callback(self.head.register_forward_hook(self._after).remove)
+        head = self.head
+        self._hooks = head.register_forward_pre_hook(self._before), head.register_forward_hook(self._after)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        for hook in self._hooks:
+            hook.remove()
 
     def run(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         """Runs ``call``, which calls the model."""

@@ -18,8 +18,6 @@ class _PatchedGenerate:
 
     def __call__(self, *args: Any, custom_generate: Any = None, **kwargs: Any) -> Any:
         model = self.model()
-        if model is None:
-            raise ReferenceError("the model that was patched is gone")
         if custom_generate is not None and custom_generate is not generate:
             raise ValueError(
                 f"custom_generate must be None with a patched model, got {custom_generate!r}; unpatch(model) first"
@@ -34,8 +32,6 @@ class _PatchedGenerate:
                 "stop_strings must be None with a patched model; pass "
                 "stopping_criteria=[transformers.StopStringCriteria(tokenizer, stop_strings)]"
             )
-        if hasattr(kwargs.get("temperature"), "__len__"):
-            raise TypeError("temperature must be one number for all sequences; one for each is temperatures=")
         return type(model).generate(model, *args, custom_generate=generate, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_PatchedGenerate":

@@ -324,25 +324,6 @@ def test_a_continuous_batching_config_within_the_configuration():
     assert all(len(out.logprobs) == 6 for out in generate_batch(llama(), PROMPTS, config))
 
 
-def test_an_error_does_not_wait_for_other_requests(caplog, monkeypatch):
-    """A refused manager does not change the model for others."""
-    steps: list[int] = []
-    forward = continuous.FusedModelRunner._forward_process_and_sample
-
-    def slow(self, *args):
-        steps.append(len(steps))
-        time.sleep(0.05)
-        forward(self, *args)
-
-    monkeypatch.setattr(continuous.FusedModelRunner, "_forward_process_and_sample", slow)
-    with pytest.raises(ValueError, match="seed must fit in 64 bits"):
-        generate_batch(
-            llama(), PROMPTS[:2], config_of(max_new_tokens=200), seed=[1, 2**70], continuous_batching_config=batching()
-        )
-    assert len(steps) < 20
-    assert "Error in generation loop" not in caplog.text
-
-
 def test_a_failed_request_is_an_error():
     with pytest.raises(RuntimeError, match=r"of 2 requests failed: prompt 0: index out of range"):
         generate_batch(llama(), [[1, 2], [V + 5]], config_of(), continuous_batching_config=batching())

@@ -122,7 +122,6 @@ def test_a_pipeline(model):
 UNSERVED: dict[str, Any] = {
     "paged": ({"cache_implementation": "paged"}, ValueError, "continuous.generate_batch"),
     "another loop": ({"custom_generate": lambda model, **_: None}, ValueError, "custom_generate must be None with"),
-    "temperatures": ({"temperature": [0.5, 0.8]}, TypeError, "one for each is temperatures="),
     "a misspelt argument": ({"seeds": 1}, ValueError, r"not used by the model: \['seeds'\]"),
 }  # fmt: skip
 
