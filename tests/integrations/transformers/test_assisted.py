@@ -22,6 +22,8 @@ from flashsampling import LMHeadSampler  # noqa: E402
 from flashsampling.integrations.transformers import NoTokenError, generate  # noqa: E402
 from flashsampling.integrations.transformers.arguments import CACHE  # noqa: E402
 from flashsampling.integrations.transformers.assisted import PromptLookup  # noqa: E402
+from flashsampling.integrations.transformers.processor_params import StepParams  # noqa: E402
+from flashsampling.integrations.transformers.processors import ProcessorParams  # noqa: E402
 from tests.conftest import DEVICE  # noqa: E402
 from tests.integrations.transformers.test_generate import ActsAt, Collector, causal_lm, llama, prompt  # noqa: E402
 from tests.integrations.transformers.test_processor_params import FIELDS  # noqa: E402
@@ -158,8 +160,8 @@ mistral = partial(causal_lm, MistralForCausalLM, scale=32, sliding_window=8)
 @pytest.mark.parametrize("chunk", [None, 4, 20])
 @pytest.mark.parametrize("drafter", ["look-up", "itself", "another model"])
 def test_sliding_windows_and_a_prompt_in_chunks(drafter, chunk):
-    """Several runs and nothing cut back between: in transformers 5.15 to 5.17 windows that record their past cannot do
-    that."""
+    """An assistant runs several times before it is cut back, which a window's cache of transformers 5.15 to 5.17 cannot
+    do."""
     model = mistral()
     drafts: dict[str, Any] = {
         "look-up": {"prompt_lookup_num_tokens": 4},
@@ -281,6 +283,21 @@ def test_embeddings_as_a_prompt(model, drafting):
         assert torch.equal(drawn(model, **embeds, **drafting("look-up")), drawn(model, **embeds))
     with pytest.raises(ValueError, match="assistant_model reads the prompt's ids: inputs_embeds"):
         drawn(model, **embeds, **drafting("itself"))
+
+
+def test_drafts_end_where_a_bias_depends_on_them():
+    taken = ProcessorParams()
+    taken.biases = [((4, 5), 1.0), ((7,), 2.0)]
+    requests = StepParams(taken, torch.tensor([[1, 2]], device=DEVICE), 1000, torch.device(DEVICE), {})
+    ids = torch.tensor([[1, 2]], device=DEVICE)
+    for drafts, fit in (([3, 3, 3], 3), ([3, 4, 5, 6], 1), ([4, 5], 0), ([], 0), ([5, 5, 4], 2)):
+        request: Any
+        request, count = requests.over(ids, torch.tensor([drafts], dtype=torch.int64, device=DEVICE))
+        assert count == fit
+        assert request["logit_bias"][0].tolist() == [[7, -1]]
+    request, count = requests.over(torch.tensor([[2, 4]], device=DEVICE), torch.tensor([[4, 4, 1]], device=DEVICE))
+    assert count == 2
+    assert request["logit_bias"][0].tolist() == [[7, 5]]
 
 
 def test_how_many_an_assistant_drafts(model, assistants, monkeypatch):
