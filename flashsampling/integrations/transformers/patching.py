@@ -17,7 +17,7 @@ class _PatchedGenerate:
         self.model = ref(model)
 
     def __call__(self, *args: Any, custom_generate: Any = None, **kwargs: Any) -> Any:
-        model = self.model()
+        model: Any = self.model()
         if custom_generate is not None and custom_generate is not generate:
             raise ValueError(
                 f"custom_generate must be None with a patched model, got {custom_generate!r}; unpatch(model) first"
