@@ -182,8 +182,7 @@ class LMHeadSampler(nn.Module):
 
         The sampler checks the model before every call: another LM head (``resize_token_embeddings``, ``model.lm_head =
         ...``) or an active PEFT adapter on the LM head is an error; an adapter that is merged in place or disabled is
-        not. The model is held weakly. A replay of a CUDA graph checks nothing, nor does a pickled sampler, or a copy
-        without its model.
+        not. The model is held weakly. A replay of a CUDA graph checks nothing, nor does a copied or pickled sampler.
 
         Args:
             model: on its device. Not changed. Its hooks run; hooks that depend on the batch's shape must be added

@@ -206,7 +206,7 @@ def main(
     ours, theirs = f"FlashSampling ({chosen})", "transformers' own generate"
     with Live(console=_console, refresh_per_second=8, transient=True) as live:
         progress = _Progress(tokens, ours, live, tokenizer, prompts)
-        fused = network.generate(**generate_options, seed=seeds, token_streamer=progress)
+        fused = network.generate(**generate_options, seed=seeds, streamer=progress)
     seconds, steps = time.perf_counter() - progress.started, fused.shape[1] - prompt_length
     drawn = _count_drawn(fused[:, prompt_length:], ends)
     _console.print(progress.table())  # also where there is no terminal to stream to

@@ -8,32 +8,30 @@ Drafts come from the text (transformers' prompt look-up) or from an assistant. t
 noise, masks, penalties and filters, so that it agrees with the model as often as possible (docs/speculative.md).
 """
 
-import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
-from transformers.cache_utils import DynamicSlidingWindowLayer
-from transformers.generation import GenerationMode
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
+from ...row_params import Reals
 from ...sampler import LMHeadSampler
+from ...sampling_params import SamplingOptions
 from ...token_counts import Counted
 from .arguments import CACHE
 from .errors import NoTokenError
-from .head import HeadTap, get_lm_head
+from .head import HeadInput, HeadTap, get_lm_head
 from .processor_params import StepParams
 
 # drafts per round if the assistant's configuration has no number; transformers takes 20 and stops by confidence
 ASSISTANT_TOKENS = 5
-_CUT_BACK = {"DynamicLayer", "DummyLayer"}
-_CUT_BACK_WITH_PAST = {"DynamicSlidingWindowLayer"}  # in releases of transformers that can record the past
+_CUT_BACK = {"DynamicLayer", "DummyLayer", "DynamicSlidingWindowLayer"}
 
 
 def require_supported_drafts(
@@ -59,24 +57,17 @@ def require_supported_drafts(
                 raise ValueError(f"{name} is not supported with drafts: the model runs over several tokens at once")
     if sampler is not None and sampler.tp is not None:
         raise ValueError("sampler must be without tp with drafts")
-    _require_cut_back("drafts", model_kwargs.get(CACHE) if config.use_cache else None)
+    _require_cut_back(model_kwargs.get(CACHE) if config.use_cache else None)
 
 
-def _require_cut_back(what: str, cache: Any) -> None:
+def _require_cut_back(cache: Any) -> None:
     """Raises a ValueError that names the cache layers that cannot forget their last tokens."""
     if cache is None:
-        raise ValueError(f"{what} need a key and value cache: use_cache=True, and a model that has one")
-    if getattr(cache, "offloading", False):
-        raise ValueError(f"{what} need a key and value cache that is cut back where it lies, got an offloaded one")
-    others = {
-        type(layer).__name__
-        for layer in getattr(cache, "layers", [cache])
-        if type(layer).__name__ not in _CUT_BACK
-        and not (type(layer).__name__ in _CUT_BACK_WITH_PAST and hasattr(layer, "activate_past_recording"))
-    }
+        raise ValueError("drafts need a key and value cache: use_cache=True, and a model that has one")
+    others = {type(layer).__name__ for layer in getattr(cache, "layers", [cache])} - _CUT_BACK
     if others:
         raise ValueError(
-            f"{what} need a key and value cache that can be cut back, got {type(cache).__name__} of "
+            f"drafts need a key and value cache that can be cut back, got {type(cache).__name__} of "
             f"{', '.join(sorted(others))}: static, quantised and recurrent states are not"
         )
 
@@ -85,37 +76,36 @@ class TargetSampler(NamedTuple):
     """The sampler and its arguments for the model's tokens."""
 
     sampler: LMHeadSampler
-    temperature: float | Tensor
+    temperature: Reals
     params: StepParams
+
+    def options(self, given: HeadInput, params: SamplingOptions) -> dict[str, Any]:
+        """Returns the sampler's arguments for what the LM head was given; ``params``: those of the text."""
+        return {"temperature": self.temperature, **params, **given.transform._asdict()}
 
 
 class CachedModel:
     """A model with its cache over a growing text and changing drafts behind it."""
 
-    def __init__(self, model: Any, tap: HeadTap, model_kwargs: dict[str, Any], length: int, what: str) -> None:
-        """``model_kwargs`` belong to a text of ``length`` tokens, none of which is in the cache yet. ``what`` names the
-        drafts in errors."""
-        self.model, self.tap, self.what = model, tap, what
+    def __init__(self, model: Any, tap: HeadTap, model_kwargs: dict[str, Any], length: int) -> None:
+        """``model_kwargs`` belong to a text of ``length`` tokens, none of which is in the cache yet."""
+        self.model, self.tap = model, tap
         self.kwargs, self.length, self.cached = model_kwargs, length, 0
         self.cache = model_kwargs[CACHE]
         self._outputs: Any = ModelOutput()
 
-    def prefill(self, input_ids: Tensor, config: GenerationConfig) -> Tensor:
-        """Runs the prompt as plain decoding does. Returns the last hidden state, (1, 1, D)."""
+    def prefill(self, input_ids: Tensor, config: GenerationConfig) -> HeadInput:
+        """Runs the prompt as plain decoding does. Returns the LM head's input at its last position."""
         outputs = self.tap.run(self.model._prefill, input_ids, config, self.kwargs, is_first_iteration=True)
-        states = self._finish_run(outputs, input_ids.shape[1], 1)
-        self.record()
-        return states
-
-    def record(self) -> None:
-        """Makes the cache's sliding windows record their past, so that ``keep`` can restore it.
-
-        Called after the prompt, which may run in several chunks and is never cut back."""
+        given = self._finish_run(outputs, input_ids.shape[1], 1)
+        # sliding windows record their past from now on, so that ``keep`` can restore it; the prompt, which may run in
+        # several chunks, is never cut back
         if hasattr(self.cache, "activate_past_recording"):
             self.cache.activate_past_recording()
+        return given
 
-    def states(self, input_ids: Tensor, positions: int) -> Tensor:
-        """Runs over text and drafts. Returns the hidden states of the last positions, (1, positions, D)."""
+    def run(self, input_ids: Tensor, positions: int) -> HeadInput:
+        """Runs over text and drafts. Returns the LM head's input at the last positions."""
         kwargs = self._kwargs_for(input_ids.shape[1])
         new = input_ids.shape[1] - self.cached
         inputs = self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=new, **kwargs)
@@ -139,16 +129,14 @@ class CachedModel:
             if getattr(layer, "record_past", False):
                 layer.record_past = False
 
-    def _finish_run(self, outputs: Any, length: int, positions: int) -> Tensor:
+    def _finish_run(self, outputs: Any, length: int, positions: int) -> HeadInput:
         if outputs.get(CACHE) is not self.cache:
-            raise ValueError(
-                f"{self.what} need a key and value cache, which {type(self.model).__name__} does not return"
-            )
-        states = self.tap.last_hidden_states(outputs.logits, 1, positions)
+            raise ValueError(f"drafts need a key and value cache, which {type(self.model).__name__} does not return")
+        given = self.tap.read(outputs.logits, 1, positions)
         if not self.cached:
-            _require_cut_back(self.what, self.cache)  # some caches make their layers in the first run
+            _require_cut_back(self.cache)  # some caches make their layers in the first run
         self.cached, self._outputs = length, outputs
-        return states
+        return given
 
     def _kwargs_for(self, length: int) -> dict[str, Any]:
         """Returns the model's arguments for a text of ``length`` tokens, updated token by token as in plain
@@ -199,15 +187,10 @@ class Assistant:
             kwargs["position_ids"] = position_ids
         if model._supports_logits_to_keep():
             kwargs["logits_to_keep"] = 1
-        mode = GenerationMode.ASSISTED_GENERATION  # older releases of transformers then make a cache without windows
-        model._prepare_cache_for_generation(GenerationConfig(use_cache=True), kwargs, mode, 1, prompt.shape[1])
-        layers = getattr(kwargs.get(CACHE), "layers", ())
-        if any(type(layer) is DynamicSlidingWindowLayer for layer in layers) and not _windows_run_again():
-            kwargs[CACHE] = DynamicCache()  # keeps everything; masks select the windows
-        _require_cut_back("drafts of assistant_model", kwargs.get(CACHE))
-        self._runner = CachedModel(model, tap, kwargs, prompt.shape[1], "drafts of assistant_model")
-        self._runner.record()
-        self._runner.states(prompt, 1)  # raises here, before the first token, if the logits are not the head's
+        # without windows, which a draft may leave before it is cut back: all is kept, and masks select the windows
+        kwargs[CACHE] = DynamicCache()
+        self._runner = CachedModel(model, tap, kwargs, prompt.shape[1])
+        self._runner.run(prompt, 1)  # raises here, before the first token, if the logits are not the head's
         count = model.generation_config.num_assistant_tokens
         self._count = ASSISTANT_TOKENS if count is None else count
         schedule = model.generation_config.num_assistant_tokens_schedule or "constant"
@@ -215,18 +198,18 @@ class Assistant:
 
     def drafts(self, input_ids: Tensor, most: int) -> Tensor:
         """Returns up to ``most`` ids that may follow ``input_ids`` (1, T), as (1, n)."""
-        sampler, temperature, params = self._target
+        sampler, _, params = self._target
         self._sampler.seeds.copy_(sampler.seeds[:1])
         self._sampler.offsets.copy_(sampler.offsets[:1])
         self._runner.keep(input_ids.shape[1])
         text = input_ids
         for _ in range(min(self._count, most)):
-            states = self._runner.states(text, 1)[:, 0]
+            given = self._runner.run(text, 1)
             wanted = params.at(text)
             if isinstance(counted := wanted.get("token_counts"), Counted):
                 counts, drafts = counted.counts, text[:, input_ids.shape[1] :].to(counted.counts.device)
                 wanted["token_counts"] = counts.scatter_add(1, drafts, torch.ones_like(drafts, dtype=counts.dtype))
-            drawn = self._sampler(states, temperature=temperature, **wanted).token_ids
+            drawn = self._sampler(given.hidden_states[:, 0], **self._target.options(given, wanted)).token_ids
             text = torch.cat([text, drawn.clamp(min=0)[:, None].to(text.device)], dim=1)  # any id in place of -1
         return text[:, input_ids.shape[1] :]
 
@@ -234,22 +217,6 @@ class Assistant:
         """Reports how many of the last drafts were accepted."""
         if self._adapts and drafted:  # transformers' heuristic
             self._count = self._count + 2 if accepted == drafted else max(1, self._count - 1)
-
-
-@functools.cache
-def _windows_run_again() -> bool:
-    """Returns whether a sliding window that records its past can run twice before it is cut back, as an assistant
-    needs.
-
-    transformers 5.15 to 5.17 then give the model more keys than the mask's size."""
-    layer, states = DynamicSlidingWindowLayer(2), torch.zeros(1, 1, 3, 1)
-    if not hasattr(layer, "activate_past_recording"):
-        return False
-    layer.activate_past_recording()
-    layer.update(states, states)
-    mask_size, _offset = layer.get_mask_sizes(1)
-    keys, _values = layer.update(states[:, :, :1], states[:, :, :1])
-    return bool(keys.shape[2] == mask_size)
 
 
 @contextmanager
@@ -280,7 +247,7 @@ def make_drafter(
     if weight.device != model_weight.device:
         raise ValueError(f"assistant_model must be on {model_weight.device}, where the model is, got {weight.device}")
     sampler = LMHeadSampler(own, max_batch_size=1, seed=[0], impl=target.sampler.impl)
-    with HeadTap(assistant_model, own, learned=sampler._set_transform) as tap:
+    with HeadTap(assistant_model, own) as tap:
         try:
             drafter = Assistant(assistant_model, tap, sampler, prompt, model_kwargs.get("attention_mask"), target)
         except ValueError as error:
@@ -295,18 +262,19 @@ def decode(
     input_ids: Tensor,  # (1, T): the prompt
     config: GenerationConfig,
     stopping_criteria: Any,
-    streamers: Sequence[BaseStreamer],
+    streamer: BaseStreamer | None,
 ) -> Tensor:
     """Decodes with drafts.
 
-    Returns (1, T + new tokens). Criteria and streamers see tokens one by one, as in plain decoding."""
-    sampler, temperature, params = target
+    Returns (1, T + new tokens). Criteria and the streamer see tokens one by one, as in plain decoding."""
+    sampler, _, params = target
     prompt_length, drafts = input_ids.shape[1], input_ids[:, :0]
     wanted = params.at(input_ids)
-    states = runner.prefill(input_ids, config)
+    given = runner.prefill(input_ids, config)
     with runner.model._optimize_model_for_decode():
         while True:
-            verified = sampler.verify(states, drafts.to(states.device), temperature=temperature, **wanted)
+            states = given.hidden_states
+            verified = sampler.verify(states, drafts.to(states.device), **target.options(given, wanted))
             accepted, *tokens = torch.cat([verified.num_accepted, verified.token_ids[0]]).tolist()  # synchronises
             drafter.report(drafts.shape[1], accepted)
             continues = False
@@ -320,8 +288,8 @@ def decode(
                     params.count(drawn, input_ids.shape[1])
                     input_ids = torch.cat([input_ids, drawn[:, None]], dim=-1)
                     ended = bool(stopping_criteria(input_ids, None).all())
-                    for one in streamers:
-                        one.put(drawn.cpu())
+                    if streamer is not None:
+                        streamer.put(drawn.cpu())
                     if ended:
                         return input_ids
                 continues = True
@@ -334,4 +302,4 @@ def decode(
             drafts = drafter.drafts(input_ids, most) if most > 0 and token >= 0 else input_ids[:, :0]
             wanted, fit = params.over(input_ids, drafts)
             drafts = drafts[:, :fit]
-            states = runner.states(torch.cat([input_ids, drafts], dim=1), drafts.shape[1] + 1)
+            given = runner.run(torch.cat([input_ids, drafts], dim=1), drafts.shape[1] + 1)

@@ -36,13 +36,11 @@ except ImportError as error:
         f"({error})"
     ) from error
 
-from ...row_params import integer, reals, share
+from ...row_params import integer, integers, reals, share
 from ...sampling import sample
 from ...warmup import warmup
 from ..engine.transfer import sanitize_token_ids
-from .arguments import require_no_seeds
-from .head import CheckedHead, HeadTap, Transform, checked_lm_head
-from .processors import read_number
+from .head import CheckedHead, HeadTap, checked_lm_head
 
 _SIGNATURES = (
     (ModelRunner._forward_process_and_sample, "self, model, batch_data, carry_over_ids, prev_output_ids, output_ids"),
@@ -78,41 +76,44 @@ class _CarriedArgument(carried_of.ContinuousBatchingLogitsProcessor):  # type: i
         return scores
 
 
-class _BatchParams(NamedTuple):
-    """Parameters of a manager's processors: a number for all requests, or a ``_CarriedRow`` with one per request."""
-
-    temperature: Any = 1.0
-    top_k: Any = 0
-    top_p: Any = 1.0
-    min_p: Any = 0.0
-
-
 class _CarriedRow(NamedTuple):
+    """A parameter of which every request has its own: its place among the tensors of processors' arguments."""
+
     place: int
     dtype: torch.dtype
 
 
-def _read_processors(processors: Any, do_sample: bool) -> _BatchParams:
-    """Reads a manager's processors. Raises ValueError for an unsupported processor or order."""
-    params, row = _BatchParams(temperature=1.0 if do_sample else 0.0), 0
+# parameters that every request may have its own of
+_CARRIED = {
+    carried_of.ContinuousBatchingTemperatureLogitsWarper: ("temperature", torch.float32),
+    carried_of.ContinuousBatchingTopKLogitsWarper: ("top_k", torch.int32),
+    carried_of.ContinuousBatchingTopPLogitsWarper: ("top_p", torch.float32),
+}
+_OF_ALL = {
+    processors_of.TemperatureLogitsWarper: "temperature",
+    processors_of.TopKLogitsWarper: "top_k",
+    processors_of.TopPLogitsWarper: "top_p",
+    processors_of.MinPLogitsWarper: "min_p",
+}
+
+
+def _read_processors(processors: Any, do_sample: bool) -> dict[str, Any]:
+    """Returns the parameters of a manager's processors, which a configuration made, in its order: a number for all
+    requests, or a ``_CarriedRow``. Raises ValueError for an unsupported processor."""
+    params: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
+    rows = 0
     for processor in processors:
         kind = type(processor)
-        place = next((place for place, (_, kinds) in enumerate(_PROCESSORS) if kind in kinds), None)
-        if place is None or (kind is not carried_of.ContinuousBatchingTopKLogitsWarper and _filters_away(processor)):
+        if kind in _CARRIED:
+            name, dtype = _CARRIED[kind]
+            params[name], rows = _CarriedRow(rows, dtype), rows + 1
+        elif kind in _OF_ALL:
+            params[_OF_ALL[kind]] = getattr(processor, _OF_ALL[kind])
+        else:
             raise ValueError(
                 f"{kind.__name__} in continuous batching is not what the fused step does: temperature, top_k, top_p "
                 "and min_p are; use model.generate_batch"
             )
-        name, (carried, _) = _PROCESSORS[place]
-        if any(getattr(params, other) != getattr(_BatchParams(), other) for other, _ in _PROCESSORS[place:]):
-            raise ValueError(
-                f"{kind.__name__} must stand in the order temperature, top_k, top_p, min_p, each at most once"
-            )
-        if kind is carried:
-            dtype = torch.int32 if name == "top_k" else torch.float32
-            params, row = params._replace(**{name: _CarriedRow(row, dtype)}), row + 1
-        else:
-            params = params._replace(**{name: read_number(processor, name)})
     return params
 
 
@@ -148,27 +149,11 @@ def _require_fields(config: GenerationConfig) -> None:
         )
 
 
-def _filters_away(processor: Any) -> bool:
-    """Returns whether a warper only lowers the probability of tokens, or keeps more tokens than its parameter says."""
-    if getattr(processor, "filter_value", -float("inf")) != -float("inf"):
-        return True
-    least = getattr(processor, "min_tokens_to_keep", 1)
-    return least > 1 and not isinstance(processor, processors_of.TopKLogitsWarper)  # top_k includes the minimum
-
-
-_PROCESSORS: tuple[tuple[str, tuple[type, type]], ...] = (
-    ("temperature", (carried_of.ContinuousBatchingTemperatureLogitsWarper, processors_of.TemperatureLogitsWarper)),
-    ("top_k", (carried_of.ContinuousBatchingTopKLogitsWarper, processors_of.TopKLogitsWarper)),
-    ("top_p", (carried_of.ContinuousBatchingTopPLogitsWarper, processors_of.TopPLogitsWarper)),
-    ("min_p", (type(None), processors_of.MinPLogitsWarper)),
-)
-
-
 class FusedModelRunner(ModelRunner):  # type: ignore[misc]
     """transformers' ``ModelRunner`` with the fused step."""
 
     head: CheckedHead
-    params: _BatchParams
+    params: dict[str, Any]
     undefined: Tensor  # (1,) int64
 
     def _forward_process_and_sample(
@@ -181,15 +166,16 @@ class FusedModelRunner(ModelRunner):  # type: ignore[misc]
     ) -> None:
         """Runs and samples a step without logits in memory. CUDA graphs hold it, so it never synchronises."""
         self.inputs_and_outputs.carry_over_tokens(batch_data["input_ids"], carry_over_ids, prev_output_ids)
-        transform = Transform(self.head.logit_scale, self.head.soft_cap)
-        with HeadTap(model, self.head.linear, transform) as tap:
+        with HeadTap(model, self.head.linear) as tap:
             logits = tap.run(model, **batch_data).logits
             # (1, T, D), or (1, n, D) if the model got the positions to keep
-            states = tap.last_hidden_states(logits, 1, positions=logits.shape[1])[0]
+            given = tap.read(logits, 1, positions=logits.shape[1])
         indices = batch_data["logits_indices"]  # (n,)
+        states = given.hidden_states[0]
         if "logits_to_keep" not in batch_data:
             states = states[indices]
-        out = sample(states, self.head.linear.weight, **self._parameters(batch_data, indices))
+        params = self._parameters(batch_data, indices) | given.transform._asdict()
+        out = sample(states, self.head.linear.weight, **params)
         token_ids, _ = sanitize_token_ids(out.token_ids, self.undefined)
         count = len(token_ids)
         output_ids[0, :count].copy_(token_ids)
@@ -201,35 +187,24 @@ class FusedModelRunner(ModelRunner):  # type: ignore[misc]
         """Returns the step's parameters of every row, from device memory."""
         carried = batch_data["logits_processor_args"][:, : len(indices)]  # int32, a row for each processor that has one
         low, high, prompt = carried[-3].long(), carried[-2].long(), carried[-1].long()
+        # the copy is aligned to 16 bytes, on which kernels are specialised
+        params = self._all_params(lambda row: carried[row.place].clone().view(row.dtype))
+        # tokens that the request has drawn: the position of its last one, without the prompt
+        drawn = batch_data["position_ids"][0].index_select(0, indices).long() + 1 - prompt
+        return params | {"seed": high << 32 | low & _WORD - 1, "offset": drawn}
 
-        def value(of: Any) -> Any:
-            # the copy is aligned to 16 bytes, on which kernels are specialised
-            return carried[of.place].clone().view(of.dtype) if isinstance(of, _CarriedRow) else of
+    def _all_params(self, value: Callable[[_CarriedRow], Tensor]) -> dict[str, Any]:
+        """Returns the parameters of all requests; ``value`` returns those that every request has its own of."""
+        params = {name: value(of) if isinstance(of, _CarriedRow) else of for name, of in self.params.items()}
+        return params | {"bias": self.head.linear.bias, "return_logprobs": self.return_logprobs}
 
-        return {
-            "temperature": value(self.params.temperature),
-            "seed": high << 32 | low & _WORD - 1,
-            # tokens that the request has drawn: the position of its last one, without the prompt
-            "offset": batch_data["position_ids"][0].index_select(0, indices).long() + 1 - prompt,
-            **self._request(value),
-        }
-
-    def _request(self, value: Callable[[Any], Any]) -> dict[str, Any]:
-        """Returns the parameters of all requests; ``value`` converts a ``_CarriedRow``."""
-        head, request = self.head, {name: value(getattr(self.params, name)) for name in ("top_k", "top_p", "min_p")}
-        request |= {"bias": head.linear.bias, "logit_scale": head.logit_scale, "soft_cap": head.soft_cap}
-        return request | ({"return_logprobs": True} if self.return_logprobs else {})
-
-    def warm_up(self, max_batch_size: int) -> list[str]:
-        """Compiles the kernels of steps with up to ``max_batch_size`` requests. Returns their names."""
+    def warm_up(self, max_batch_size: int) -> None:
+        """Compiles the kernels of steps with up to ``max_batch_size`` requests."""
         weight = self.head.linear.weight
-
-        def value(of: Any) -> Any:
-            return (
-                torch.ones(max_batch_size, dtype=of.dtype, device=weight.device) if isinstance(of, _CarriedRow) else of
-            )
-
-        return warmup(weight.detach(), max_batch_size=max_batch_size, **self._request(value))  # type: ignore[arg-type]
+        params = self._all_params(lambda row: torch.ones(max_batch_size, dtype=row.dtype, device=weight.device))
+        del params["temperature"]  # changes no kernel
+        params |= {"logit_scale": self.head.logit_scale, "soft_cap": self.head.soft_cap}
+        warmup(weight.detach(), max_batch_size=max_batch_size, **params)
 
 
 class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
@@ -282,7 +257,7 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         try:
             self._add_carried_arguments(do_sample)
         except BaseException:
-            self._restore_attention()
+            self.destroy()
             raise
 
     def _add_carried_arguments(self, do_sample: bool) -> None:
@@ -298,27 +273,23 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         processors._retrieve_processors_kwargs()
         processors.do_processing = True
 
-    def _restore_attention(self) -> None:
-        """Restores the model's attention, which ``stop`` does only if the manager was started."""
+    def destroy(self) -> None:
+        """Destroys the manager and restores the model's attention, which ``stop`` does only if the manager was
+        started."""
+        super().destroy()
         if self._original_attn_impl is not None:
             self.model.set_attn_implementation(self._original_attn_impl)
             self._original_attn_impl = None
-
-    def destroy(self) -> None:
-        """Destroys the manager and restores the model's attention, even if the manager was never started."""
-        super().destroy()
-        self._restore_attention()
 
     def add_request(self, input_ids: list[int], *args: Any, seed: int | None = None, **kwargs: Any) -> str | None:
         """Adds a request with a ``seed`` (an int64 or uint64); None draws one.
 
         Raises ValueError or TypeError for another seed, or a ``temperature``, ``top_p`` or ``top_k`` out of range."""
-        seed = self._seeds.getrandbits(64) if seed is None else integer("seed", seed)
-        if not -(2**63) <= seed < 2**64:
-            raise ValueError(f"seed must have 64 bits, got {seed}")
+        cpu = torch.device("cpu")
+        given = integers("seed", self._seeds.getrandbits(64) if seed is None else seed, 1, cpu)
         for name, check in (("temperature", None), ("top_p", share)):  # transformers checks only their types
             if name in kwargs:
-                reals(name, kwargs[name], 1, torch.device("cpu"), check)
+                reals(name, kwargs[name], 1, cpu, check)
         # transformers takes 0 for one token, and from 2**31 on its thread ends
         if not 1 <= integer("top_k", kwargs.get("top_k", 1)) < 2**31:
             raise ValueError(f"top_k must be from 1 to 2**31 - 1, got {kwargs['top_k']}")
@@ -330,7 +301,7 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
                 f"max_new_tokens must be given: continuous batching ignores max_length={config.max_length}, and would "
                 "go on until the end of a sequence"
             )
-        return super().add_request(input_ids, *args, seed=seed, prompt_length=len(input_ids), **kwargs)  # type: ignore[no-any-return]
+        return super().add_request(input_ids, *args, seed=int(given), prompt_length=len(input_ids), **kwargs)  # type: ignore[no-any-return]
 
     def add_requests(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> list[str]:
         """Adds several requests. Raises ValueError if they share one seed."""
@@ -364,7 +335,6 @@ def generate_batch(
     seed: Sequence[int] | Tensor | None = None,
     continuous_batching_config: Any = None,
     max_new_tokens: int | None = None,
-    seeds: None = None,
 ) -> list[Any]:
     """Runs ``model.generate_batch`` with the fused step and a seed per prompt.
 
@@ -380,17 +350,13 @@ def generate_batch(
         transformers' ``GenerationOutput`` of each prompt, in order.
 
     Raises:
-        TypeError, ValueError: those of ``FusedBatchingManager``, or there is not one seed per prompt.
+        TypeError, ValueError: those of ``FusedBatchingManager`` and ``add_request``, or there is not one seed per
+            prompt.
         RuntimeError: a request failed, or a token had no finite score.
     """
-    require_no_seeds(seeds)
-    of_prompts: Any = [None] * len(inputs) if seed is None else seed
-    if hasattr(of_prompts, "tolist"):
-        of_prompts = of_prompts.tolist()
-    if not isinstance(of_prompts, Sequence):
-        raise TypeError(f"seed must be one per prompt, {len(inputs)}, got {type(seed).__name__}")
-    if len(of_prompts) != len(inputs):
-        raise ValueError(f"seed must be one per prompt, {len(inputs)}, got {len(of_prompts)}")
+    seeds: Any = [None] * len(inputs) if seed is None else seed.tolist() if isinstance(seed, Tensor) else seed
+    if not isinstance(seeds, Sequence) or len(seeds) != len(inputs):
+        raise ValueError(f"seed must be one per prompt, {len(inputs)}, got {seed}")
     if not inputs:
         return []
     config = model.generation_config if generation_config is None else generation_config
@@ -403,8 +369,8 @@ def generate_batch(
         manager.warmup()
         manager.start()
         names = [f"prompt {place}" for place in range(len(inputs))]
-        for name, ids, of_prompt in zip(names, inputs, of_prompts):
-            manager.add_request(ids, name, max_new_tokens, eos_token_id=eos, seed=of_prompt)
+        for name, ids, seed_of_prompt in zip(names, inputs, seeds):
+            manager.add_request(ids, name, max_new_tokens, eos_token_id=eos, seed=seed_of_prompt)
         while len(done) < len(names):
             result = manager.get_result(timeout=1)
             if result is not None and result.is_finished():

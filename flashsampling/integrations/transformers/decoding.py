@@ -1,33 +1,29 @@
 """The decoding loop."""
 
-import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, GenerationMode
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 from ...outputs import SampleOutput
+from ...row_params import Reals
 from ...sampler import LMHeadSampler
 from ...sampling_params import SamplingOptions
 from .arguments import (
     CACHE,
-    SWITCH_OFF,
     drop_adapter_hooks,
     read_generate_arguments,
     require_matching_sampler,
-    require_matching_transform,
-    require_no_seeds,
     require_supported,
     require_transformers_loop,
-    row_seeds,
     row_temperatures,
 )
 from .assisted import CachedModel, TargetSampler, decode, make_drafter, require_supported_drafts
@@ -78,11 +74,9 @@ def generate(
     sampler: LMHeadSampler | None = None,
     seed: int | Sequence[int] | Tensor | None = None,
     temperatures: Sequence[float] | Tensor | None = None,
-    token_streamer: BaseStreamer | None = None,
     return_logprobs: bool = False,
     top_logprobs: int = 0,
     request: SamplingOptions | None = None,
-    seeds: None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateOutput:
     """Decoding loop for ``model.generate(..., custom_generate=generate)``. docs/transformers.md has all arguments and
@@ -99,7 +93,6 @@ def generate(
         seed: one per returned sequence, whose tokens then depend only on its own seed, prompt and temperature. An int
             derives one per sequence. None keeps the sampler's seeds, or draws them from torch's default generator.
         temperatures: one per returned sequence, 0 for greedy; None uses ``generation_config.temperature`` for all.
-        token_streamer: a second streamer; it gets the prompt first, too.
         return_logprobs: fills ``logprobs``, ``processed_logprobs`` and ``ranks`` of a ``GenerateOutput``.
         top_logprobs: up to 20; fills ``top_token_ids`` and ``top_logprobs``.
         request: sampling parameters of ``flashsampling.sample``, for all rows or one per returned sequence:
@@ -133,42 +126,37 @@ def generate(
     given = read_generate_arguments(model)
     streamer = given.get("streamer") if streamer is None else streamer
     synced_gpus = given.get("synced_gpus") if synced_gpus is None else synced_gpus
-    streamers = [one for one in (streamer, token_streamer) if one is not None]
     try:
         if generation_config is None or stopping_criteria is None or logits_processor is None:
             raise ValueError("generate is called by model.generate(..., custom_generate=generate), not by itself")
-        require_no_seeds(seeds)
         logprobs: SamplingOptions = {"return_logprobs": return_logprobs, "top_logprobs": top_logprobs}
         require_transformers_loop(model)
         assistant, batch = given.get("assistant_model"), input_ids.shape[0]
-        require_supported(generation_config, assistant, bool(synced_gpus), logprobs)
-        drafted = generation_config.get_generation_mode(assistant) == GenerationMode.ASSISTED_GENERATION
+        drafted = require_supported(generation_config, assistant, bool(synced_gpus), logprobs)
         if drafted:
             require_supported_drafts(generation_config, assistant, sampler, batch, model_kwargs)
-        processed = read_processors(logits_processor, bool(generation_config.do_sample), SWITCH_OFF)
+        processed = read_processors(logits_processor, bool(generation_config.do_sample))
         head = get_lm_head(model)
         vocab_size, device = head.weight.shape[0], head.weight.device
         mask = model_kwargs.get("attention_mask")
         params = StepParams(processed, input_ids, vocab_size, device, {} if request is None else request, mask)
-        temperature: float | Tensor = processed.temperature
+        temperature: Reals = processed.temperature
         if temperatures is not None:
             temperature = row_temperatures(temperatures, generation_config, batch, device)
-        if seed is not None:
-            seed = row_seeds(seed, generation_config, batch)
-        sampler, learned = _check_or_make_sampler(sampler, head, batch)
+        if sampler is None:
+            sampler = LMHeadSampler(head, max_batch_size=max(batch, 1))
+        require_matching_sampler(head, sampler)
         if seed is not None:
             sampler.reset(seed, rows=slice(0, batch))
         pad_token = _pad_token(generation_config, stopping_criteria)
         # transformers gave us a copy of the configuration; a graph compiled earlier does not have our hooks
         generation_config.disable_compile = True
-        if token_streamer is not None:  # transformers has given ``streamer`` the prompt
-            token_streamer.put(input_ids.cpu())
         target, outputs = TargetSampler(sampler, temperature, params), _Outputs(generation_config)
-        loop = (generation_config, stopping_criteria, streamers)
-        with HeadTap(model, head, learned=learned) as tap:
+        loop = (generation_config, stopping_criteria, streamer)
+        with HeadTap(model, head) as tap:
             if drafted:
                 with make_drafter(generation_config, assistant, head, input_ids, model_kwargs, target) as drafter:
-                    cached = CachedModel(model, tap, model_kwargs, input_ids.shape[1], "drafts")
+                    cached = CachedModel(model, tap, model_kwargs, input_ids.shape[1])
                     input_ids = decode(cached, drafter, target, input_ids, *loop)
             else:
                 wanted = logprobs if any(logprobs.values()) else {}
@@ -180,19 +168,8 @@ def generate(
         drop_adapter_hooks(model)
         raise
     finally:
-        for one in streamers:  # after an error too: its readers would wait for ever
-            one.end()
-
-
-def _check_or_make_sampler(
-    sampler: LMHeadSampler | None, head: nn.Linear, batch: int
-) -> tuple[LMHeadSampler, Callable[[float, float], None]]:
-    """Returns the sampler, or a new one, and the function to call with the model's scale and soft cap."""
-    if sampler is None:
-        sampler = LMHeadSampler(head, max_batch_size=max(batch, 1))
-        return sampler, sampler._set_transform
-    require_matching_sampler(head, sampler, batch)
-    return sampler, functools.partial(require_matching_transform, sampler)
+        if streamer is not None:  # after an error too: its readers would wait for ever
+            streamer.end()
 
 
 def _pad_token(config: GenerationConfig, stopping_criteria: StoppingCriteriaList) -> Tensor | None:
@@ -211,14 +188,14 @@ def _decode(
     input_ids: Tensor,  # (B, T)
     config: GenerationConfig,
     stopping_criteria: StoppingCriteriaList,
-    streamers: Sequence[BaseStreamer],
+    streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
     pad_token: Tensor | None,
     collected: "_Outputs",
     logprobs: SamplingOptions,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Decodes without drafts. Returns the sequences, (B, T + new tokens), and the model's arguments with its cache."""
-    sampler, temperature, params = target
+    sampler, _, params = target
     batch, prompt_length = input_ids.shape
     device = input_ids.device
     unfinished = torch.ones(batch, dtype=torch.bool, device=device)
@@ -227,11 +204,11 @@ def _decode(
     outputs = tap.run(model._prefill, input_ids, config, model_kwargs, is_first_iteration=True)
     with model._optimize_model_for_decode():
         while True:
-            hidden_states = tap.last_hidden_states(outputs.logits, batch)[:, 0]
+            given = tap.read(outputs.logits, batch)
             collected.add_model_outputs(outputs)
             model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
             del outputs
-            sample = sampler(hidden_states, temperature=temperature, **params.at(input_ids) | logprobs)
+            sample = sampler(given.hidden_states[:, 0], **target.options(given, params.at(input_ids)) | logprobs)
             collected.add_sample(sample, unfinished)
             next_tokens = sample.token_ids.to(device)
             params.count(next_tokens, input_ids.shape[1])
@@ -247,8 +224,8 @@ def _decode(
                 if sampler.tp is not None:
                     sampler.tp.check()
                 raise NoTokenError(lost.nonzero()[:, 0].tolist(), input_ids.shape[1] - prompt_length)
-            for one in streamers:
-                one.put(next_tokens.cpu())
+            if streamer is not None:
+                streamer.put(next_tokens.cpu())
             if not continues:
                 return input_ids, model_kwargs
             inputs = model.prepare_inputs_for_generation(

@@ -4,23 +4,20 @@ The model does not change: its whole ``forward`` runs, with two hooks on the LM 
 calls. The first takes the head's input and passes on none of its positions, so no logit is computed. The second
 replaces the logits by a ``_Placeholder``. The model applies to the placeholder what it would apply to its logits, in
 every step. Factors and one soft cap are recorded, whatever the names of their configuration fields; any other operation
-raises. A generation learns the transform in its first step, from the caller's own batch: a probe with other tokens
-would run in the caller's hooks, which may depend on the batch (PEFT's ``adapter_names``, steering vectors).
+raises. A generation takes the transform of every step from the caller's own batch: a probe with other tokens would run
+in the caller's hooks, which may depend on the batch (PEFT's ``adapter_names``, steering vectors).
 
 Calling the base model instead would miss hooks on the model and operations between base model and head. A
 ``TorchFunctionMode`` needs no hooks, but intercepts every torch function of the model.
 """
 
-import math
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 _T = TypeVar("_T")
 _LINEAR_FORWARD = nn.Linear.forward
@@ -32,8 +29,12 @@ class Transform(NamedTuple):
     logit_scale: float = 1.0
     soft_cap: float = 0.0  # 0: none
 
-    def __str__(self) -> str:
-        return f"logit_scale={self.logit_scale:g}, soft_cap={self.soft_cap:g}"
+
+class HeadInput(NamedTuple):
+    """What the LM head was given at each row's last positions, and what the model does to its output."""
+
+    hidden_states: Tensor  # (B, positions, D)
+    transform: Transform
 
 
 class CheckedHead(NamedTuple):
@@ -91,24 +92,20 @@ class _Placeholder(Tensor):
     def transform(self) -> Transform:
         """Returns the transform that the recorded operations make."""
         kinds = [kind for kind, _ in self.done]
-        cut = kinds.index("tanh") if "tanh" in kinds else len(kinds)
+        if "tanh" not in kinds:
+            return Transform(_product(self.done))
+        cut = kinds.index("tanh")
         before, after = self.done[:cut], self.done[cut + 1 :]
-        if cut == len(kinds):
-            transform = Transform(_product(before))
-        elif before and before[-1] == ("divisor", _product(after)):
-            transform = Transform(_product(before[:-1]), _product(after))
-        else:
-            transform = Transform(_product(before) * _product(after), _product(after))
-        is_capped, cap = cut < len(kinds), transform.soft_cap
-        if not all(map(math.isfinite, transform)) or cap < 0 or (is_capped and cap == 0):
-            raise ValueError(f"{self.changed} ({transform}), which the fused step cannot follow")
-        return transform
+        cap = _product(after)
+        if before and before[-1] == ("divisor", cap):  # not divided and multiplied again, which rounds
+            return Transform(_product(before[:-1]), cap)
+        return Transform(_product(before) * cap, cap)
 
 
 def _product(done: tuple[tuple[str, float], ...]) -> float:
     product = 1.0
     for kind, number in done:
-        product = product * number if kind == "factor" else product / number if number else math.nan
+        product = product * number if kind == "factor" else product / number
     return product
 
 
@@ -125,105 +122,67 @@ _PROPERTIES = {Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name
 class HeadTap:
     """Takes the LM head's input from calls of the model that go through ``run``, which compute no logits.
 
-    The hooks act only in this thread and inside ``run``, so all other calls see the model unchanged. Hooks may be
+    The hooks act only inside ``run`` and in its thread, so all other calls see the model unchanged. Hooks may be
     registered and removed while other threads call the model: torch copies them before it iterates, without releasing
     the GIL.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        head: nn.Linear,
-        transform: Transform | None = None,
-        learned: Callable[[float, float], None] | None = None,
-    ) -> None:
-        """``transform``: the model's logit transform. None: the first step detects it, compares the head's numbers, and
-        calls ``learned`` with it."""
-        self.model, self.head, self.weight, self.bias = model, head, head.weight, head.bias
-        self.transform, self._learned = transform, learned
-        self._compares = False
-        self._thread = threading.get_ident()
-        self._running = False
+    def __init__(self, model: Any, head: nn.Linear) -> None:
+        self.model, self.head = model, head
+        self._running_in: int | None = None  # the thread
         self._hidden_states: Tensor | None = None
-        self._stack = ExitStack()
 
     def __enter__(self) -> "HeadTap":
-        with self._stack:
-            self._stack.callback(self.head.register_forward_pre_hook(self._before).remove)
-            self._stack.callback(self.head.register_forward_hook(self._after).remove)
-            self._stack = self._stack.pop_all()
+        head = self.head
+        self._hooks = head.register_forward_pre_hook(self._before), head.register_forward_hook(self._after)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        for hook in self._hooks:
+            hook.remove()
 
     def run(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         """Runs ``call``, which calls the model."""
-        head = _plain_lm_head(self.model)
-        if head is not self.head or head.weight is not self.weight or head.bias is not self.bias:
-            raise ValueError(f"{type(self.model).__name__}'s LM head was replaced while it was generating")
-        self._running, self._compares = True, self.transform is None and not _is_compared(head)
+        self._running_in = threading.get_ident()
         try:
             return call(*args, **kwargs)
         finally:
-            self._running = False
-            self._hidden_states = None
+            self._running_in = self._hidden_states = None
 
-    def last_hidden_states(self, logits: Any, batch: int, positions: int = 1) -> Tensor:
-        """Returns the LM head's input at each row's last positions, (B, positions, D)."""
+    def read(self, logits: Any, batch: int, positions: int = 1) -> HeadInput:
+        """Returns what the logits of a run were to be made of, at each row's last positions."""
         name = type(self.model).__name__
         if not isinstance(logits, _Placeholder):
             raise ValueError(
                 f"{name} changes the logits after its LM head, or does not call it: it returned others, which the "
                 "fused step cannot follow"
             )
-        transform = logits.transform()
-        if self.transform is not None and transform != self.transform:
-            raise ValueError(
-                f"{name} changes the logits after its LM head by {transform}, where it was by {self.transform} when it "
-                "was looked at; generate anew, with a sampler made anew"
-            )
         hidden_states = logits.hidden_states
         if hidden_states.dim() != 3 or hidden_states.shape[0] != batch or hidden_states.shape[1] < positions:
-            least = f"{positions} or more positions" if positions > 1 else "positions"
             raise ValueError(
-                f"{name}'s LM head must be given hidden states of shape ({batch}, {least}, dim), got shape "
-                f"{tuple(hidden_states.shape)}"
+                f"{name}'s LM head must be given hidden states of shape ({batch}, {positions} or more positions, dim), "
+                f"got shape {tuple(hidden_states.shape)}"
             )
-        if hidden_states.dtype != self.weight.dtype or torch.is_autocast_enabled(hidden_states.device.type):
+        weight = self.head.weight
+        if hidden_states.dtype != weight.dtype or torch.is_autocast_enabled(hidden_states.device.type):
             raise ValueError(
                 f"{name}'s LM head would convert what it multiplies (autocast?): hidden states are "
-                f"{hidden_states.dtype}, its weight {self.weight.dtype}; load the model in the dtype that you want and "
+                f"{hidden_states.dtype}, its weight {weight.dtype}; load the model in the dtype that you want and "
                 "generate without autocast"
             )
-        if self.transform is None:
-            self.transform = transform
-            if self._learned is not None:
-                self._learned(*transform)
-        return hidden_states[:, -positions:]
+        return HeadInput(hidden_states[:, -positions:], logits.transform())
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
-        if not self._running or threading.get_ident() != self._thread:
+        if self._running_in != threading.get_ident():
             return None
-        if len(args) != 1:
-            raise ValueError(
-                f"{type(self.model).__name__}'s LM head must be called with one positional argument, got {len(args)}"
-            )
         self._hidden_states = args[0]
-        return (self._compared(args[0]) if self._compares else args[0][..., :0, :],)
-
-    def _compared(self, hidden_states: Tensor) -> Tensor:
-        """(n, D), the last few, of which the head computes its output while numbers are compared."""
-        return hidden_states.reshape(-1, hidden_states.shape[-1])[-4:]
+        return (args[0][..., :0, :],)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         hidden_states = self._hidden_states
-        if not self._running or threading.get_ident() != self._thread or hidden_states is None:
+        if self._running_in != threading.get_ident() or hidden_states is None:
             return None
         self._hidden_states = None
-        if self._compares:
-            _compare(type(self.model).__name__, self.head, self._compared(hidden_states), output)
-            self._compares = False
         shape = (*hidden_states.shape[:-1], output.shape[-1])
         placeholder = output.new_empty((1,) * len(shape)).expand(shape).as_subclass(_Placeholder)
         placeholder.hidden_states = hidden_states
@@ -232,9 +191,7 @@ class HeadTap:
 
 
 def _plain_lm_head(model: Any) -> nn.Linear:
-    """Returns the model's LM head if it computes ``hidden_states @ weight.T + bias`` and nothing else, else raises.
-
-    Cheap, because it runs before every step."""
+    """Returns the model's LM head if it computes ``hidden_states @ weight.T + bias`` and nothing else, else raises."""
     outer = model.get_output_embeddings()
     head = base_linear(outer)
     if model._compiled_call_impl is not None or hasattr(vars(model).get("forward"), "_torchdynamo_orig_callable"):
@@ -272,11 +229,6 @@ def _plain_lm_head(model: Any) -> nn.Linear:
     return head
 
 
-# head -> weight, bias and global hooks at the time when its numbers were compared
-_compared_heads: "WeakKeyDictionary[nn.Linear, tuple[ref[Tensor], ref[Tensor] | None, tuple[object, ...]]]"
-_compared_heads = WeakKeyDictionary()
-
-
 def base_linear(module: Any) -> Any:
     """Returns the linear layer of ``module``: itself, or the base layer of a PEFT adapter that is merged or disabled.
 
@@ -301,23 +253,23 @@ def base_linear(module: Any) -> Any:
 class HeadPlace:
     """Checks that a model still has the LM head that a sampler was made with. Holds the model weakly.
 
-    A deep copy belongs to the model's copy if the model is copied with it, and is None otherwise. A pickle is None.
+    A copy or a pickle of it is None: a copied sampler belongs to no model.
     """
 
     def __init__(self, model: Any) -> None:
         # a wrapper (PEFT, torch.compile) exposes the inner model's method
         model = getattr(model.get_output_embeddings, "__self__", model)
         outer = model.get_output_embeddings()
-        names = [name for name, module in model.named_modules(remove_duplicate=False) if module is outer]
         # get_output_embeddings() costs a call 35 microseconds, a name 0.6
-        self._model, self._names = ref(model), names[0].split(".") if len(names) == 1 else []
+        self._names = next(name for name, module in model.named_modules() if module is outer).split(".")
+        self._model = ref(model)
 
     def require(self, head: nn.Module) -> None:
         """Raises ValueError if the model has another head by now. ``torch.compile`` traces this."""
         model = self._model()
         if model is None:
             return
-        module = model if self._names else model.get_output_embeddings()
+        module = model
         for name in self._names:
             module = None if module is None else module._modules.get(name)
         if module is not head and base_linear(module) is not head:
@@ -326,42 +278,8 @@ class HeadPlace:
                 "...) after this sampler was made: make another, LMHeadSampler.from_model(model)"
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "HeadPlace | None":
-        model = memo.get(id(self._model()))
-        if model is None:
-            return None
-        other = object.__new__(HeadPlace)
-        other._model, other._names = ref(model), self._names
-        return other
-
     def __reduce__(self) -> Any:
         return type(None), ()
-
-
-def _global_hooks() -> tuple[object, ...]:
-    return (*torch_module._global_forward_hooks, None, *torch_module._global_forward_pre_hooks)
-
-
-def _is_compared(head: nn.Linear) -> bool:
-    compared = _compared_heads.get(head)
-    if compared is None:
-        return False
-    weight, bias, hooks = compared
-    return weight() is head.weight and (None if bias is None else bias()) is head.bias and hooks == _global_hooks()
-
-
-def _compare(name: str, head: nn.Linear, hidden_states: Tensor, output: Tensor) -> None:
-    """Raises ValueError unless ``output`` is the head's output for (n, D), whatever hooks and patches of torch there
-    are."""
-    expected = hidden_states.to(head.weight.dtype) @ head.weight.T
-    expected = expected if head.bias is None else expected + head.bias
-    # the same multiplication may be summed in another order: a few roundings of the largest logit
-    bound = 8 * torch.finfo(output.dtype).eps * expected.float().nan_to_num().abs().amax().item()
-    if not torch.allclose(output.float(), expected.float(), rtol=0, atol=bound, equal_nan=True):
-        raise ValueError(f"{name}'s LM head returns something else than hidden_states @ weight.T + bias")
-    if output.isfinite().all():  # otherwise compare the next output, too
-        bias: ref[Tensor] | None = None if head.bias is None else ref(head.bias)
-        _compared_heads[head] = ref(head.weight), bias, _global_hooks()
 
 
 def get_lm_head(model: Any) -> nn.Linear:
@@ -382,8 +300,8 @@ def checked_lm_head(model: Any) -> CheckedHead:
     more.
 
     Runs the model over one row of four tokens, with all its hooks: hooks for another batch must be registered later.
-    ``generate`` checks its first step instead. Names of configuration fields are not used: a list would miss the next
-    model family.
+    ``generate`` checks each of its steps instead. Names of configuration fields are not used: a list would miss the
+    next model family.
 
     Raises:
         TypeError: ``model`` has no ``get_output_embeddings``.
@@ -395,6 +313,5 @@ def checked_lm_head(model: Any) -> CheckedHead:
     embeddings = model.get_input_embeddings().weight
     tokens = torch.arange(1, 5, device=embeddings.device)[None] % embeddings.shape[0]
     with HeadTap(model, head) as tap:
-        tap.last_hidden_states(tap.run(model, input_ids=tokens, use_cache=False, return_dict=True).logits, 1)
-    assert tap.transform is not None
-    return CheckedHead(head, *tap.transform)
+        logits = tap.run(model, input_ids=tokens, use_cache=False, return_dict=True).logits
+    return CheckedHead(head, *tap.read(logits, 1).transform)

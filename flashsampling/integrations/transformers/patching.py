@@ -1,7 +1,5 @@
 """``patch``: replaces ``model.generate``, for callers that cannot pass ``custom_generate``."""
 
-import threading
-from types import TracebackType
 from typing import Any
 from weakref import ref
 
@@ -11,19 +9,15 @@ from .arguments import require_transformers_loop
 from .decoding import generate
 from .head import checked_lm_head
 
-_lock = threading.Lock()
-
 
 class _PatchedGenerate:
     """The ``generate`` of a patched model. A deep copy or a pickle of the model has its own."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.users = ref(model), 1  # users: patches that were not undone
+        self.model = ref(model)
 
     def __call__(self, *args: Any, custom_generate: Any = None, **kwargs: Any) -> Any:
-        model = self.model()
-        if model is None:
-            raise ReferenceError("the model that was patched is gone")
+        model: Any = self.model()
         if custom_generate is not None and custom_generate is not generate:
             raise ValueError(
                 f"custom_generate must be None with a patched model, got {custom_generate!r}; unpatch(model) first"
@@ -38,8 +32,6 @@ class _PatchedGenerate:
                 "stop_strings must be None with a patched model; pass "
                 "stopping_criteria=[transformers.StopStringCriteria(tokenizer, stop_strings)]"
             )
-        if hasattr(kwargs.get("temperature"), "__len__"):
-            raise TypeError("temperature must be one number for all sequences; one for each is temperatures=")
         return type(model).generate(model, *args, custom_generate=generate, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_PatchedGenerate":
@@ -52,20 +44,15 @@ class _PatchedGenerate:
 class _Patch:
     """The context manager of ``patch``: restores the model's ``generate`` at its end."""
 
-    def __init__(self, model: Any, ours: _PatchedGenerate) -> None:
-        self._model, self._ours, self._undone = model, ours, False
+    def __init__(self, model: Any, is_first: bool) -> None:
+        self._model, self._is_first = model, is_first
 
     def __enter__(self) -> Any:
         return self._model
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        with _lock:
-            self._ours.users -= not self._undone
-            self._undone = True
-            if self._ours.users == 0 and vars(self._model).get("generate") is self._ours:
-                del self._model.generate
+    def __exit__(self, *_: object) -> None:
+        if self._is_first:
+            unpatch(self._model)
 
 
 def patch(model: Any) -> _Patch:
@@ -80,8 +67,7 @@ def patch(model: Any) -> _Patch:
         model: a model as ``LMHeadSampler.from_model`` takes it. If PEFT wraps it, the inner model is patched.
 
     Returns:
-        A context manager. It gives the model, and at its end restores ``generate`` if no other patch is left.
-        ``unpatch(model)`` ends all patches.
+        A context manager. It gives the model, and at its end undoes the patch, unless the model was patched before.
 
     Raises:
         TypeError, ValueError: ``checked_lm_head`` refuses the model, or the model has a ``generate`` of its own.
@@ -99,23 +85,19 @@ def patch(model: Any) -> _Patch:
     model = _unwrap(model)
     checked_lm_head(model)
     require_transformers_loop(model)
-    with _lock:
-        ours = vars(model).get("generate")
-        if isinstance(ours, _PatchedGenerate):
-            ours.users += 1
-        elif ours is None and type(model).generate is GenerationMixin.generate:
-            ours = model.generate = _PatchedGenerate(model)
-        else:
+    is_first = not isinstance(vars(model).get("generate"), _PatchedGenerate)
+    if is_first:
+        if "generate" in vars(model) or type(model).generate is not GenerationMixin.generate:
             raise ValueError(f"{type(model).__name__} has a generate of its own, which cannot be patched")
-    return _Patch(model, ours)
+        model.generate = _PatchedGenerate(model)
+    return _Patch(model, is_first)
 
 
 def unpatch(model: Any) -> None:
-    """Undoes every ``patch`` of the model, if there is one."""
+    """Undoes ``patch``, if the model is patched."""
     model = _unwrap(model)
-    with _lock:
-        if isinstance(vars(model).get("generate"), _PatchedGenerate):
-            del model.generate
+    if isinstance(vars(model).get("generate"), _PatchedGenerate):
+        del model.generate
 
 
 def _unwrap(model: Any) -> Any:

@@ -6,15 +6,7 @@ import torch
 from torch import Tensor
 
 from ...param_parsers import MAX_BIASED, BatchShape
-from ...sampling_params import (
-    DEFAULT_PARAMS,
-    FILTER_FIELDS,
-    PENALTIES,
-    ROW_FIELDS,
-    SamplingOptions,
-    parse_sampling_params,
-    unexpected_argument,
-)
+from ...sampling_params import PENALTIES, ROW_FIELDS, SamplingOptions, parse_sampling_params, unexpected_argument
 from ...token_counts import TokenCounts
 from .processors import ProcessorParams, TokenRule
 
@@ -41,27 +33,19 @@ class StepParams:
         self.vocab_size, self.device = vocab_size, device
         if not isinstance(given, dict):
             raise TypeError(f"request must be a dictionary, got {type(given).__name__}")
-        filters: Any = {name: getattr(params, name, None) for name in FILTER_FIELDS}  # None: it has no processor
-        filters = {name: x for name, x in filters.items() if x is not None and x != getattr(DEFAULT_PARAMS, name)}
-        self._constant: SamplingOptions = filters
         self._ngrams = params.ngrams
         self._rules, self._masks = params.rules, {}  # type: ignore[var-annotated] # active rules -> their mask
         self._require_tokens(params, prompt.shape[1])
         self._values, self._prefixes = self._biases(params.biases, prompt.device)
         self._counts, self._left_out = None, params.left_out
-        if isinstance(params.left_out, Tensor) and len(params.left_out) != len(prompt):
-            raise ValueError(
-                f"prompt_ignore_length must have one entry for each of the {len(prompt)} sequences, got "
-                f"{len(params.left_out)}"
-            )
-        if given.get("repetition_penalty") is not None and params.repetition_penalty == 1.0:
+        if given.get("repetition_penalty") is not None and "repetition_penalty" not in params.options:
             # transformers has no processor then, and the penalty ignores padding
             self._left_out = _padding(attention_mask, prompt)
-        if params.repetition_penalty != 1.0 or any(given.get(name) is not None for name in PENALTIES):
+        options: dict[str, Any] = params.options | given
+        if any(options.get(name) is not None for name in PENALTIES):
             self._counts = self._counted(prompt)
-            self._constant["token_counts"] = self._counts.read(len(prompt))
-            self._constant["repetition_penalty"] = params.repetition_penalty
-        self._constant |= self._checked(given, len(prompt))
+            options["token_counts"] = self._counts.read(len(prompt))
+        self._constant = self._checked(options, given, len(prompt))
 
     def at(
         self,
@@ -117,18 +101,17 @@ class StepParams:
         if self._counts is not None:
             self._counts.add(torch.where(self._counting(position, token_ids.device), token_ids, -1).to(self.device))
 
-    def _checked(self, given: SamplingOptions, batch: int) -> SamplingOptions:
-        """Returns ``given`` after a check, on the device."""
+    def _checked(self, options: dict[str, Any], given: SamplingOptions, batch: int) -> SamplingOptions:
+        """Returns the options after a check, on the device."""
         for name in given:
             if name not in PER_ROW:
                 raise unexpected_argument(
                     name, None, [other for other in SamplingOptions.__annotations__ if other not in PER_ROW]
                 )
-        wanted: SamplingOptions = {**given}
+        params = parse_sampling_params(options, BatchShape(batch, self.vocab_size, self.vocab_size, self.device, 1))
+        checked: Any = {name: getattr(params, name) for name in options if name not in ("logit_bias", "token_counts")}
         if self._counts is not None:
-            wanted["token_counts"] = self._counts.read(batch)
-        params = parse_sampling_params(wanted, BatchShape(batch, self.vocab_size, self.vocab_size, self.device, 1))
-        checked: Any = {name: getattr(params, name) for name in given if name != "logit_bias"}
+            checked["token_counts"] = options["token_counts"]
         if given.get("logit_bias") is not None:
             if self._values is not None:
                 raise ValueError(

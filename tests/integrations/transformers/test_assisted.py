@@ -13,7 +13,6 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import (  # noqa: E402
     DynamicCache,
-    GenerationConfig,
     MistralForCausalLM,
     StaticCache,
     StoppingCriteria,
@@ -161,8 +160,8 @@ mistral = partial(causal_lm, MistralForCausalLM, scale=32, sliding_window=8)
 @pytest.mark.parametrize("chunk", [None, 4, 20])
 @pytest.mark.parametrize("drafter", ["look-up", "itself", "another model"])
 def test_sliding_windows_and_a_prompt_in_chunks(drafter, chunk):
-    """Several runs and nothing cut back between: in transformers 5.15 to 5.17 windows that record their past cannot do
-    that."""
+    """An assistant runs several times before it is cut back, which a window's cache of transformers 5.15 to 5.17 cannot
+    do."""
     model = mistral()
     drafts: dict[str, Any] = {
         "look-up": {"prompt_lookup_num_tokens": 4},
@@ -247,14 +246,13 @@ def test_criteria_and_streamers_see_every_token(model, drafting, drafter):
     seen = []
     cases: tuple[dict[str, Any], ...] = ({}, drafting(drafter))
     for options in cases:
-        streamer, second, criterion = Collector(), Collector(), Sees()
-        out = drawn(model, streamer=streamer, token_streamer=second, stopping_criteria=[criterion], **options)
+        streamer, criterion = Collector(), Sees()
+        out = drawn(model, streamer=streamer, stopping_criteria=[criterion], **options)
         assert criterion.lengths == [28, 29, 30, 31, 32]
-        for one in (streamer, second):
-            assert one.ends == 1
-            assert torch.equal(one.steps[0], out[:, :27].cpu())
-            assert [tuple(step.shape) for step in one.steps[1:]] == [(1,)] * 5
-            assert torch.equal(torch.stack(one.steps[1:], dim=1), out[:, 27:].cpu())
+        assert streamer.ends == 1
+        assert torch.equal(streamer.steps[0], out[:, :27].cpu())
+        assert [tuple(step.shape) for step in streamer.steps[1:]] == [(1,)] * 5
+        assert torch.equal(torch.stack(streamer.steps[1:], dim=1), out[:, 27:].cpu())
         seen.append(out)
     assert torch.equal(*seen)
 
@@ -319,26 +317,8 @@ def test_how_many_an_assistant_drafts(model, assistants, monkeypatch):
     assert rounds[9, "heuristic_transient"] == [10, 12, 2]
 
 
-def test_random_numbers_of_torch_are_left_alone(model, drafting):
-    """Without seeds, too, tokens are those without drafts."""
-    out = []
-    for options in ({}, *map(drafting, DRAFTERS)):
-        torch.manual_seed(3)
-        out.append(model.generate(**text() | OPTIONS, do_sample=True, custom_generate=generate, **options))
-        out[-1] = torch.cat([out[-1][0].cpu(), torch.randint(10**9, (2,))])
-    assert all(torch.equal(out[0], other) for other in out[1:])
-
-
 def small(**options):
     return llama(num_hidden_layers=1, **options)
-
-
-def offloaded() -> DynamicCache:
-    """Imitates ``DynamicCache(offloading=True)``, which needs a stream, and torch's CUDA builds have none without a
-    driver."""
-    cache = DynamicCache()
-    cache.offloading = True
-    return cache
 
 
 def clamps(model):
@@ -360,7 +340,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "states": ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states is not"),
     "no cache": ({"use_cache": False}, "drafts need a key and value cache: use_cache=True"),
     "a static cache": ({CACHE: lambda: StaticCache(small().config, 64)}, "got StaticCache of StaticLayer: static"),
-    "an offloaded cache": ({CACHE: offloaded}, "got an offloaded one"),
     "an ensemble": ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight is not supported"),
     "another vocabulary": (
         {"prompt_lookup_num_tokens": None, "assistant_model": lambda: small(vocab_size=999)},
@@ -380,8 +359,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_go_with_drafts_is_an_error_by_name_before_the_first_token(model, case):
     options, message = REFUSED[case]
-    if not all(hasattr(GenerationConfig(), name) for name in options if name.startswith("assistant_e")):
-        pytest.skip("this release of transformers has no such field")
     streamer = Collector()
     options = {name: value() if callable(value) else value for name, value in options.items()}
     arguments = text() | OPTIONS | {"prompt_lookup_num_tokens": 2, "custom_generate": generate, "streamer": streamer}

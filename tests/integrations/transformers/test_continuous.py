@@ -13,7 +13,6 @@ pytest.importorskip("flashsampling.integrations.transformers.continuous", exc_ty
 
 import transformers
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, GraniteConfig, LlamaConfig
-from transformers.generation import logits_process as of_transformers
 
 import flashsampling
 from flashsampling.integrations.transformers import continuous, generate
@@ -233,26 +232,13 @@ def test_nothing_to_do():
 REFUSED = {
     "RepetitionPenaltyLogitsProcessor in continuous batching is not": {"repetition_penalty": 1.2},
     "TypicalLogitsWarper in continuous batching": {"typical_p": 0.5},
-    "NoRepeatNGramLogitsProcessor in continuous batching": {"no_repeat_ngram_size": 2},
     "num_return_sequences must be 1": {"num_return_sequences": 2},
     "a configuration of beam_sample": {"num_beams": 3},
     "a configuration of assisted_generation": {"prompt_lookup_num_tokens": 2},
     "min_length is not done": {"min_length": 9},
-    "min_new_tokens is not done": {"min_new_tokens": 5},
-    "max_time is not done": {"max_time": 1.0},
-    "stop_strings is not done": {"stop_strings": ["a"]},
-    "bad_words_ids is not done": {"bad_words_ids": [[3]]},
-    "begin_suppress_tokens is not done": {"begin_suppress_tokens": [3]},
-    "exponential_decay_length_penalty is not done": {"exponential_decay_length_penalty": (2, 1.1)},
-    "encoder_repetition_penalty is not done": {"encoder_repetition_penalty": 1.2},
-    "encoder_no_repeat_ngram_size is not done": {"encoder_no_repeat_ngram_size": 2},
-    "token_healing is not done": {"token_healing": True},
-    "is_assistant is not done": {"is_assistant": True},
+    "max_time, stop_strings is not done": {"max_time": 1.0, "stop_strings": ["a"]},
     "compile_config is not done": {"compile_config": CompileConfig()},
     "output_scores is not done": {"return_dict_in_generate": True, "output_scores": True},
-    "output_attentions, output_hidden_states is not done": {"return_dict_in_generate": True}
-    | dict.fromkeys(("output_attentions", "output_hidden_states"), True),
-    "output_logits is not done": {"return_dict_in_generate": True, "output_logits": True},
 }
 
 
@@ -274,43 +260,15 @@ def test_a_length_with_the_prompt_is_no_end():
     manager.destroy()
 
 
-def test_warpers_of_another_meaning_or_order_are_refused():
-    temperature, top_k = of_transformers.TemperatureLogitsWarper(0.5), of_transformers.TopKLogitsWarper(5)
-    top_p, min_p = of_transformers.TopPLogitsWarper(0.9), of_transformers.MinPLogitsWarper(0.1)
-    assert continuous._read_processors([temperature, top_k, top_p, min_p], True) == (0.5, 5, 0.9, 0.1)
-    assert continuous._read_processors([top_p], False) == (0.0, 0, 0.9, 0.0)
-    for several in ([top_p, temperature], [top_p, top_k], [min_p, top_p], [top_k, top_k]):
-        with pytest.raises(ValueError, match="in the order temperature, top_k, top_p, min_p, each at most once"):
-            continuous._read_processors(several, True)
-    for one in (
-        of_transformers.TopKLogitsWarper(5, filter_value=-10.0),
-        of_transformers.TopPLogitsWarper(0.9, filter_value=-10.0),
-        of_transformers.TopPLogitsWarper(0.9, min_tokens_to_keep=2),
-        of_transformers.MinPLogitsWarper(0.1, min_tokens_to_keep=2),
-    ):
-        refused = f"{type(one).__name__} in continuous batching is not what the fused step does"
-        with pytest.raises(ValueError, match=refused):
-            continuous._read_processors([one], True)
-    assert continuous._read_processors([of_transformers.TopKLogitsWarper(2, min_tokens_to_keep=3)], True).top_k == 3
-
-
 def test_what_else_is_refused(monkeypatch):
-    with pytest.raises(TypeError, match="seed must be one per prompt, 4, got int"):
-        generate_batch(llama(), PROMPTS, config_of(), seed=1)
-    with pytest.raises(ValueError, match="seed must be one per prompt, 4, got 1"):
-        generate_batch(llama(), PROMPTS, config_of(), seed=[1])
-    with pytest.raises(TypeError, match="seeds is called seed"):
-        generate_batch(llama(), PROMPTS, config_of(), seeds=SEEDS)
-    with pytest.raises(TypeError, match="must be a transformers causal LM"):
-        FusedBatchingManager(torch.nn.Linear(2, 2), config_of(), batching())
+    for seed in (1, [1]):
+        with pytest.raises(ValueError, match="seed must be one per prompt, 4, got"):
+            generate_batch(llama(), PROMPTS, config_of(), seed=seed)
     manager = FusedBatchingManager(llama(), config_of(), batching())
     with pytest.raises(ValueError, match="seed must be None for 4 requests, which would share noise"):
         manager.add_requests(PROMPTS, seed=1)
-    for seed in (2**64, -(2**63) - 1):
-        with pytest.raises(ValueError, match="seed must have 64 bits"):
-            manager.add_request(PROMPTS[0], seed=seed)
-    with pytest.raises(TypeError, match="seed must be an int, got float"):
-        manager.add_request(PROMPTS[0], seed=1.5)
+    with pytest.raises(ValueError, match="seed must fit in 64 bits"):
+        manager.add_request(PROMPTS[0], seed=2**64)
     for value in (-1.0, math.nan):  # the device would take it for greedy, or find no token
         with pytest.raises(ValueError, match="temperature must be at least 0"):
             manager.add_request(PROMPTS[0], temperature=value)
@@ -326,10 +284,6 @@ def test_what_else_is_refused(monkeypatch):
     model = llama()
     model._device_mesh = object()
     with pytest.raises(ValueError, match="over several devices"):
-        FusedBatchingManager(model, config_of(), batching())
-    model = llama()
-    model.lm_head.register_forward_hook(lambda *args: None)
-    with pytest.raises(ValueError, match="forward hook"):
         FusedBatchingManager(model, config_of(), batching())
     monkeypatch.setattr(continuous, "_SIGNATURES", ((continuous._check_release, "self"),))
     with pytest.raises(ValueError, match=r"_check_release of transformers .* takes , not self as that of 5\.23"):
@@ -368,26 +322,6 @@ def test_a_continuous_batching_config_within_the_configuration():
     config = config_of()
     config.continuous_batching_config = batching(return_logprobs=True)
     assert all(len(out.logprobs) == 6 for out in generate_batch(llama(), PROMPTS, config))
-
-
-def test_an_error_does_not_wait_for_other_requests(caplog, monkeypatch):
-    """A refused manager does not change the model for others."""
-    steps: list[int] = []
-    forward = continuous.FusedModelRunner._forward_process_and_sample
-
-    def slow(self, *args):
-        steps.append(len(steps))
-        time.sleep(0.05)
-        forward(self, *args)
-
-    monkeypatch.setattr(continuous.FusedModelRunner, "_forward_process_and_sample", slow)
-    monkeypatch.setattr(continuous, "_check_release", lambda: None)
-    with pytest.raises(ValueError, match="seed must have 64 bits"):
-        generate_batch(
-            llama(), PROMPTS[:2], config_of(max_new_tokens=200), seed=[1, 2**70], continuous_batching_config=batching()
-        )
-    assert len(steps) < 20
-    assert "Error in generation loop" not in caplog.text
 
 
 def test_a_failed_request_is_an_error():

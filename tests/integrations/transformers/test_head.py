@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from flashsampling import LMHeadSampler, sample
+from flashsampling import LMHeadSampler
 from flashsampling.integrations.transformers import checked_lm_head, generate
 from tests.conftest import DEVICE
 from tests.integrations.transformers.oracle import plain
@@ -65,14 +65,11 @@ def deleted(model):
 REPLACEMENTS = {resized: REPLACED, resized_as_it_is: REPLACED, set_by_name: REPLACED, deleted: REPLACED, lora: ACTIVE}
 
 
-@pytest.mark.parametrize("stands_twice", [False, True])
 @pytest.mark.parametrize("change", REPLACEMENTS, ids=lambda change: change.__name__)
-def test_a_sampler_refuses_a_head_that_was_replaced(change, stands_twice):
-    """A head that comes back is taken again. One that stands twice in a model is looked for by the model."""
+def test_a_sampler_refuses_a_head_that_was_replaced(change):
+    """A head that comes back is taken again."""
     model = llama()
     head = model.lm_head
-    if stands_twice:
-        model.again = head
     sampler = LMHeadSampler.from_model(model, max_batch_size=2)
     sampler(STATES)
     change(model)
@@ -128,14 +125,6 @@ def test_compiled_over_a_disabled_adapter():
         compiled(STATES)
 
 
-def test_the_model_is_held_weakly():
-    model = llama()
-    sampler, gone = LMHeadSampler.from_model(model, max_batch_size=2), weakref.ref(model)
-    del model
-    assert gone() is None
-    assert sampler(STATES).token_ids.shape == (2,)
-
-
 def test_copies_and_pickles():
     model = llama()
     plain_state = [*model.state_dict()]
@@ -145,9 +134,6 @@ def test_copies_and_pickles():
     other = copy.deepcopy(model)
     resized_as_it_is(model)  # which is the copy's no concern
     assert torch.equal(other.sampler(STATES).token_ids, expected)
-    resized_as_it_is(other)
-    with pytest.raises(ValueError, match=REPLACED):
-        other.sampler(STATES)
 
     model = llama()
     sampler = LMHeadSampler.from_model(model, max_batch_size=2, seed=[1, 2])
@@ -166,9 +152,8 @@ def test_exports():
     assert torch.equal(exported(STATES).token_ids, expected)
 
 
-@pytest.mark.parametrize("made_from", ["the model", "PEFT's"])
 @pytest.mark.parametrize("how", ["disabled", "merged", "merged and unloaded"])
-def test_an_adapter_that_adds_nothing_is_accepted(how, made_from):
+def test_an_adapter_that_adds_nothing_is_accepted(how):
     model = llama()
     adapted = lora(model)
     with pytest.raises(ValueError, match=ACTIVE):
@@ -179,16 +164,15 @@ def test_an_adapter_that_adds_nothing_is_accepted(how, made_from):
         adapted.merge_adapter()
     else:
         adapted = adapted.merge_and_unload()
-    taken = model if made_from == "the model" else adapted
-    sampler = LMHeadSampler.from_model(taken, max_batch_size=2, seed=[1, 2])
-    assert checked_lm_head(taken).linear.weight is sampler.weight
+    sampler = LMHeadSampler.from_model(adapted, max_batch_size=2, seed=[1, 2])
+    assert checked_lm_head(adapted).linear.weight is sampler.weight
     with torch.no_grad():
         logits = model.lm_head(STATES)
     assert torch.equal(sampler(STATES, temperature=0.0).token_ids, logits.argmax(-1))
     prompts = torch.arange(3, 9, device=DEVICE).view(2, 3)
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 6}
     seeds = torch.tensor([1, 2], device=DEVICE)
-    fused = taken.generate(input_ids=prompts, **options, custom_generate=generate, seed=seeds)
+    fused = adapted.generate(input_ids=prompts, **options, custom_generate=generate, seed=seeds)
     assert torch.equal(fused, plain(model, seeds, input_ids=prompts, **options))
     if how == "merged and unloaded":
         return
@@ -222,25 +206,10 @@ def test_what_else_lies_around_an_adapted_head_is_refused():
     model = llama()
     adapted = lora(model)
     adapted.merge_adapter()
-    handle = model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
     with pytest.raises(ValueError, match="has a forward hook"):
-        checked_lm_head(model)
-    handle.remove()
-    forward = model.lm_head.forward
-    model.lm_head.forward = lambda states: 2 * forward(states)
-    with pytest.raises(ValueError, match="has a forward of its own"):
         checked_lm_head(model)
     peft = pytest.importorskip("peft")
     saved = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
     with pytest.raises(ValueError, match=r"must be an nn.Linear, got .*ModulesToSaveWrapper"):
         checked_lm_head(saved)
-
-
-def test_a_hand_made_sampler_looks_at_nothing():
-    model = llama()
-    sampler = LMHeadSampler(model.lm_head, max_batch_size=2, seed=[1, 2])
-    weight = model.lm_head.weight
-    resized_as_it_is(model)
-    assert torch.equal(
-        sampler(STATES).token_ids, sample(STATES, weight, seed=torch.tensor([1, 2], device=DEVICE)).token_ids
-    )
