@@ -15,7 +15,6 @@ import torch.multiprocessing as mp
 
 import flashsampling.integrations.vllm.runner as plugin
 from flashsampling import open_groups, ops
-from flashsampling.integrations.engine.graphs import _Recording
 from flashsampling.integrations.engine.head import Layers
 from flashsampling.integrations.engine.request_info import RequestState
 from flashsampling.integrations.vllm import Refused, counters
@@ -257,7 +256,7 @@ def recording_that_fails(rank, group):
                 graphs.replays += 1
                 ids.copy_(work().ids)
 
-            return _Recording(replay, SampleResult(ids), work)
+            return replay, SampleResult(ids)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tp._transport, "_capturing", lambda: True)
             patch.setattr(ops, "_run_and_exchange", fails)

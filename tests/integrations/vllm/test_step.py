@@ -18,8 +18,9 @@ from torch import is_tensor
 import flashsampling
 from flashsampling import ops
 from flashsampling.exchange_protocol import WHOLE
+from flashsampling.inputs import SampleInputs
 from flashsampling.integrations.engine import step as engine_step
-from flashsampling.integrations.engine.graphs import Graphs, _Recording
+from flashsampling.integrations.engine.graphs import Graphs
 from flashsampling.integrations.engine.head import Layers
 from flashsampling.integrations.engine.kernel_variants import FILTERS, PENALTIES, default_rows
 from flashsampling.integrations.engine.request_info import FALLBACK_REASONS, RequestState
@@ -32,6 +33,8 @@ from flashsampling.integrations.vllm.runner import FusedRunner, Vllm, VllmSample
 from flashsampling.integrations.vllm.settings import KNOWN, PLUGIN
 from flashsampling.integrations.vllm.step import Grammar, VllmStep, read_counts
 from flashsampling.outputs import SampleResult
+from flashsampling.param_parsers import BatchShape
+from flashsampling.sampling_params import parse_sampling_params
 from flashsampling.token_counts import num_token_groups
 
 from ..engine.refusals import refused_words
@@ -74,7 +77,7 @@ class GraphsOnCpu(Graphs):
                 if there is not None:
                     there.copy_(now)
 
-        return _Recording(replay, drawn, work)
+        return replay, drawn
 
 
 def graphs_of(slots, group=None):
@@ -245,7 +248,7 @@ def test_requests_come_and_go(name):
                 running.append(kind)
             rng.shuffle(running)
         if number == 20:  # vLLM loads another weight; a graph reads the one that it was recorded with
-            old = [] if step.graphs is None else [*step.graphs._recorded.values()]
+            old = [] if step.graphs is None else [*step.graphs._steps.values()]
             weight = step.head.layer.weight
             step.head.layer.weight = torch.nn.Parameter(weight.flip(0).clone(), requires_grad=False)
         batch = runner.batch({each: 1 if runner.lengths[each] else len(requests[each][0]) for each in running})
@@ -265,8 +268,6 @@ def test_requests_come_and_go(name):
         assert all(torch.equal(now.nan_to_num(), before.nan_to_num()) for now, before in last)
         tensors = [*vars(output).values(), *vars(output.logprobs_tensors or output).values()]
         last = [(each, each.clone()) for each in tensors if is_tensor(each)]
-        for params in step.batch_cache.params.values():  # counts are as large as logits
-            assert params.counts is None or not params.counts.untyped_storage().nbytes()
         for each, slot in zip(running, batch.idx_mapping.tolist()):  # as vLLM's ``post_update``, but many tokens
             outputs[each] += (counted := [(number * 37 + 3 * i) % V for i in range(60)])
             runner.sampler.penalties_state.output_bin_counts[slot, counted] += 1
@@ -276,10 +277,10 @@ def test_requests_come_and_go(name):
     if graphs:
         assert step.graphs.replays > 10
         assert old
-        assert not {*map(id, old)} & {*map(id, step.graphs._recorded.values())}
+        assert not {*map(id, old)} & {*map(id, step.graphs._steps.values())}
         mine, theirs = step.graphs.hidden_states.data_ptr(), buffers[0].data_ptr()
-        assert {states for *_, states, _ in step.graphs._recorded} == {mine, *([theirs] if room else [])}
-        assert {kind[0] for kind in step.graphs._recorded} <= {1, 2, 4, 8}
+        assert {states for *_, states, _ in step.graphs._steps} == {mine, *([theirs] if room else [])}
+        assert {kind[0] for kind in step.graphs._steps} <= {1, 2, 4, 8}
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -679,33 +680,34 @@ def test_a_newer_sampler_has_what_is_known(loaded):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The arguments of every call of a step, with the group that it has."""
-    arguments, seen = VllmStep._arguments, []
+    """The sampling parameters of every launch or recording of a step."""
+    seen = []
 
-    def noted(step, *args):
-        seen.append((step.tp, request := arguments(step, *args)))
-        return request
+    def noted(*args, **rest):
+        seen.append((inputs := SampleInputs(*args, **rest)).params)
+        return inputs
 
-    monkeypatch.setattr(VllmStep, "_arguments", noted)
+    monkeypatch.setattr(engine_step, "SampleInputs", noted)
     return seen
 
 
-def test_warm_up_covers_all_arguments(calls, monkeypatch):
-    """Each argument of a step's call is of a kind that some call of the warm-up has; with ``test_kernel_variants`` its
+def test_warm_up_covers_all_parameters(calls, monkeypatch):
+    """Each parameter of a step is of a kind that some call of the warm-up has; with ``test_kernel_variants`` its
     kernels are there."""
 
-    def kinds(arguments):
-        for name, value in arguments.items():
-            parts = value if isinstance(value, tuple) else (value,)
-            yield name, *((each.dtype, each.ndim) for each in parts if isinstance(each, torch.Tensor))
-            if name == "logit_bias":
-                yield name, parts[0].shape[1]
+    def kinds(params):
+        for name in params.names():
+            value = getattr(params, name)
+            yield name, *((value.dtype, value.ndim) if is_tensor(value) else ())
+            if name == "bias_ids":
+                yield name, value.shape[1]
 
     warm: set[object] = set()
 
     def noted(weight, requests, **whole):
         for request in requests:
-            warm.update(kinds(request))
+            shape = BatchShape(5, len(weight), V, weight.device, 1)
+            warm.update(kinds(parse_sampling_params(request, shape)))
         return ["kernel"]
 
     monkeypatch.setattr(engine_step, "warmup_mixes", noted)
@@ -716,21 +718,21 @@ def test_warm_up_covers_all_arguments(calls, monkeypatch):
         runner.add(**{name: (PROMPT, SERVED[name]) for name in names})
         batch = runner.batch(dict.fromkeys(names, 1))
         runner.sample(states_of(batch), batch, None)
-    assert all(request.get("top_logprobs", 1) > 0 for _, request in calls)  # of none there would be another kernel
-    assert {kind for _, request in calls for kind in kinds(request)} == warm
+    assert {kind for params in calls for kind in kinds(params)} == warm
 
 
 def test_a_grammar_alone_is_a_mask_alone(calls):
     """A call has what its rows need: the Hopper kernel applies a mask and penalties in the launch that draws."""
     runner = runner_of()
     runner.add(a=(PROMPT, SERVED["plain"]), b=(PROMPT, SERVED["min_tokens"]), c=(PROMPT, SERVED["repetition"]))
-    penalties = {"token_counts", "repetition_penalty", "frequency_penalty", "presence_penalty"}
+    penalties = {"counts", "repetition_penalty", "frequency_penalty", "presence_penalty"}
     batch = runner.batch({"a": 4})
     runner.sample(states_of(batch), batch, fakes.GrammarOutput(["a"], np.full((1, 11), -1, np.int32)))
     for tokens in ({"a": 1}, {"c": 4}, {"a": 1, "c": 1}, {"b": 4}):
         batch = runner.batch(tokens)
         runner.sample(states_of(batch), batch, None)
-    assert [set(request) for _, request in calls] == [{"token_mask"}, set(), penalties, penalties, {"logit_bias"}]
+    biases = {"bias_ids", "bias_values"}
+    assert [{*params.names()} for params in calls] == [{"token_mask"}, set(), penalties, penalties, biases]
 
 
 class Group:
@@ -762,11 +764,7 @@ class Group:
 )
 def test_filters_that_ranks_ask_for(kinds, filters, graphs, calls, monkeypatch):
     """A filter that no drawn row has costs time and changes nothing."""
-
-    def unsharded(states, weight, *, tp, **request):
-        return flashsampling.sample(states, weight, **{"vocab_size": V, **request})
-
-    monkeypatch.setattr(engine_step, "sample", unsharded)
+    monkeypatch.setattr(engine_step, "sample", lambda *_, **__: None)
     monkeypatch.setattr(ops, "sample_sharded", lambda inputs, tp: ops.sample(inputs, ""))
     monkeypatch.setattr(engine_step, "warmup_mixes", lambda *_, **__: ["kernel"])
     runner, params = runner_of(), SERVED | {"greedy_top_k": SamplingParams(temperature=0.0, top_k=3)}
@@ -781,8 +779,8 @@ def test_filters_that_ranks_ask_for(kinds, filters, graphs, calls, monkeypatch):
     for _ in range(3):
         step_and_check(runner, kinds, requests)
     assert calls
-    for _, request in calls:
-        assert {*FILTERS} & {*request} == filters
+    for params in calls:
+        assert {*FILTERS} & {*params.names()} == filters
     assert not graphs or "bias" in kinds or recorded.replays == 2
 
 
