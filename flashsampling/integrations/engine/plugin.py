@@ -141,6 +141,19 @@ def describe(error: BaseException) -> str:
         return type(error).__name__
 
 
+def refusal(runner: Any, *owners: Any) -> str | None:
+    """Returns why a model runner fuses nothing, as noted on it or its owners; None if it fuses."""
+    if getattr(runner, "flashsampling", None) is not None:
+        return None
+    return next(filter(None, (getattr(each, "flashsampling_refused", None) for each in (*owners, runner))), NOT_LOADED)
+
+
+def read_counters(runner: Any, *owners: Any) -> dict[str, Any]:
+    """Returns the counts of a runner's steps, or why it fuses nothing."""
+    refused = refusal(runner, *owners)
+    return runner.flashsampling.counters() if refused is None else {"refused": refused}
+
+
 class StepCounts:
     """How many steps were fused, and how many the engine did, by reason.
 

@@ -108,7 +108,7 @@ def test_counts(caplog):
     """Reasons are said once; all counts after 1024 steps, 2048, and so on. Nothing needs a function in the engine's
     workers."""
     counts = StepCounts(MINE, "fused", "left", "drafts")
-    one, other = FallbackReason.DRAFTS, FallbackReason.BEAMS
+    one, other = FallbackReason.THINKING, FallbackReason.BEAMS
     assert counts.read() == {"fused": 0, "left": 0, "drafts": 0, "reasons": {}}
     with caplog.at_level(logging.INFO, "tests.plugin"):
         for reasons in ((one,), (one, other), (one,)):
