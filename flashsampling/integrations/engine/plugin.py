@@ -56,7 +56,7 @@ class Plugin:
         """Returns whether the plug-in is required; never raises."""
         return _MODES.get(_read(self.variable)) == "require"
 
-    def leave(self, error: BaseException, *owners: Any, what: str = "nothing is fused") -> None:
+    def leave(self, error: BaseException, *owners: Any) -> None:
         """Leaves the engine as it is after an error: logs one line, and notes it on ``owners`` for ``counters``.
 
         A traceback is logged at DEBUG alone.
@@ -75,7 +75,7 @@ class Plugin:
             why = f" ({self.variable}=require)"  # an error that was left before says so already
             raise Refused(words.removesuffix(why) + why) from error
         unforeseen = not isinstance(error, Refused) and self.logger.isEnabledFor(logging.DEBUG)
-        self.logger.warning("flashsampling: %s: %s", what, words, exc_info=error if unforeseen else None)
+        self.logger.warning("flashsampling: nothing is fused: %s", words, exc_info=error if unforeseen else None)
 
     def check_signature(self, name: str, function: Any, parameters: tuple[str, ...]) -> None:
         """Refuses a function that is None, or takes other parameters than in the known releases."""

@@ -86,7 +86,7 @@ def test_errors_of_a_host(error, words, monkeypatch, caplog):
     assert owner.flashsampling_refused == words
     caplog.clear()
     with caplog.at_level(logging.DEBUG, "tests.plugin"):
-        MINE.leave(error, what="decode is not fused")
+        MINE.leave(error)
     assert (caplog.records[0].exc_info is None) is isinstance(error, Refused)
     monkeypatch.setenv(MINE.variable, "require")
     with pytest.raises(Refused) as refused:
