@@ -11,10 +11,9 @@ from .. import ops
 from ..backends import Backend, runs_small_kernels
 from ..inputs import DraftChains, SampleInputs
 from ..noise import Stream
-from ..outputs import SampleOutput, make_output
 from ..param_parsers import BatchShape
 from ..row_params import is_plain
-from ..sampling import check_kind, count_skipped_call
+from ..sampling import check_kind
 from ..sampling_params import (
     DEFAULT_PARAMS,
     MATRIX_FIELDS,
@@ -28,8 +27,6 @@ from ..torch_internals import register_dataclass
 from .drafts import Accepted, DraftBatch, Drafts, Nodes
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing's from Python 3.11 on; torch installs this package
-
     from ..tensor_parallel import TensorParallel
 
 METHODS = ("match", "rejection")
@@ -141,39 +138,10 @@ def match(target: Target, given: DraftBatch, parameters: RequestParams, _: Tenso
     if _runs_kernels(target.states, given):
         with torch.cuda.device_of(target.states):
             rows, params = _expand(target, given, parameters)
-            return _verify_tokens_by_kernel(given, _draw(target, rows, params, lambda: _hash(given)))
+            return _verify_tokens_by_kernel(given, _draw(target, rows, params, lambda: hash_drafts(given)))
     drafts = given.drafts()
     rows, params = parameters.at(drafts.nodes(), drafts, target.vocab_size)
     return _verify_tokens(drafts, _draw(target, rows, params, drafts.hash))
-
-
-def sample_with_draft_hash(
-    tp: "TensorParallel",
-    given: DraftBatch,
-    hidden_states: Tensor,  # (R, D), of every position
-    weight: Tensor,  # (V_shard, D)
-    *,
-    temperature: Tensor,  # (R,) float32
-    seed: Tensor,  # (R,) int64
-    offset: Tensor,  # (R,) int64
-    **params: "Unpack[SamplingOptions]",
-) -> SampleOutput:
-    """Draws a token at every position, as the first half of ``match`` under tensor parallelism, for callers who need
-    outputs that ``verify`` lacks. Ranks whose drafts differ get no token and the error that ``sample`` documents,
-    because they would accept different numbers of drafts."""
-    try:
-        positions = len(hidden_states)
-        shape = BatchShape(positions, tp.num_rows, tp.vocab_size, hidden_states.device, 1, len(weight))
-        parsed = parse_sampling_params(params, shape)
-        vocab_size, shard = tp.part
-        inputs = SampleInputs(
-            hidden_states, weight, temperature, seed, offset, 1, vocab_size, shard, parsed, draft_hash=_hash(given)
-        )
-        result = ops.sample_sharded(inputs, tp)
-    except BaseException as error:
-        count_skipped_call(tp, error)
-        raise
-    return make_output(result, positions, 1, parsed)
 
 
 def verify_by_match(given: DraftBatch, tokens: Tensor) -> VerifyOutput:
@@ -196,7 +164,7 @@ def _verify_tokens_by_kernel(given: DraftBatch, tokens: Tensor) -> VerifyOutput:
         return VerifyOutput(*draft_chains.match(given.token_ids, *given[2:], tokens), None)
 
 
-def _hash(given: DraftBatch) -> Tensor:
+def hash_drafts(given: DraftBatch) -> Tensor:
     """Returns () int64: ``Drafts.hash``."""
     if not _runs_kernels(given.token_ids, given):
         return given.drafts().hash()

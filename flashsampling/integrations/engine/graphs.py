@@ -16,10 +16,11 @@ Each of several ranks has its graphs, of the same steps. A group's promises hold
 (docs/tensor_parallel.md).
 """
 
+import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,24 +30,21 @@ from ...sampling_params import SamplingParams
 from .transfer import PACKED_ROWS, aligned_width
 
 MAX_GRAPHS = 256  # steps of further kinds are launched
-_MAX_STEPS = 1024  # kinds of steps that are kept
 _LOGITS_SIZED = 3  # tensors of float32 logits' size in a step at most: logits, counts, and what accompanies them
 # numbers of a row, each in three such tensors, whatever the vocabulary: candidates and block statistics
 _CANDIDATES = 11_264
 _logger = logging.getLogger("vllm.flashsampling")
 
 
-class CapturedStep(NamedTuple):
-    """A step whose parameters stay, to be run or recorded."""
+@dataclasses.dataclass
+class CapturedStep:
+    """A step of a kind, which reads nothing but fixed memory."""
 
     params: SamplingParams
-    draw: Callable[[], SampleResult]
-
-
-class _Recording(NamedTuple):
-    replay: Callable[[], None]
-    result: SampleResult  # each replay writes to it
     draw: Callable[[], SampleResult]  # holds all that a replay reads
+    may_record: bool = True
+    replay: Callable[[], None] | None = None
+    result: SampleResult | None = None  # each replay writes to it
 
 
 def graph_size(batch: int, most: int) -> int:
@@ -74,7 +72,6 @@ class Graphs:
         self._packed: dict[int, Tensor] = {}
         self._steps: dict[Hashable, CapturedStep] = {}
         self._weight = 0  # the address of the weight that they read
-        self._recorded: dict[Hashable, _Recording | None] = {}
         self._pool: Any = None
         self._stream: Any = None
 
@@ -96,49 +93,47 @@ class Graphs:
         if weight.data_ptr() != self._weight:
             self.forget()
             self._weight = weight.data_ptr()
-        if kind not in self._steps:
-            if len(self._steps) > _MAX_STEPS:
-                self._steps.clear()
-            self._steps[kind] = make()
-        return self._steps[kind]
+        step = self._steps.get(kind)
+        if step is None:
+            step = make()
+            step.may_record = len(self._steps) < MAX_GRAPHS
+            if step.may_record:
+                self._steps[kind] = step
+        return step
 
-    def draw(self, kind: Hashable, draw: Callable[[], SampleResult]) -> SampleResult:
-        """Returns what ``draw`` returns, which reads nothing but fixed memory and is the same for a ``kind``. The next
-        replay overwrites the result: work on this stream before that may read it."""
-        recorded = self._recorded.get(kind)
-        if recorded is not None:
-            recorded.replay()
-            return recorded.result
-        result = draw()
-        if kind not in self._recorded and len(self._recorded) < MAX_GRAPHS:
-            self._recorded[kind] = self._record_if_possible(draw)
+    def draw(self, step: CapturedStep) -> SampleResult:
+        """Returns what the step draws. The next replay overwrites it: work on this stream before that may read it."""
+        if step.replay is not None and step.result is not None:
+            step.replay()
+            return step.result
+        result = step.draw()
+        if step.may_record:
+            step.may_record = False
+            self._record_if_possible(step)
         return result
 
     def forget(self) -> None:
         """Drops all steps and recordings, once the device is done with them."""
-        if self._recorded and self._device.type == "cuda":
+        if self._steps and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._recorded.clear()
         self._steps.clear()
         self._pool, self._taken = None, 0  # torch records nothing into a pool whose graphs are gone
 
-    def _record_if_possible(self, draw: Callable[[], SampleResult]) -> _Recording | None:
-        """Returns None where memory runs out, or another error comes: steps of the kind are then launched. Other ranks
-        see no difference."""
+    def _record_if_possible(self, step: CapturedStep) -> None:
+        """Leaves a step to be launched where memory runs out, or another error comes. Other ranks see no difference."""
         skipped_calls = 0 if self._group is None else self._group.skipped_calls
         try:
-            return self._record(draw)
+            step.replay, step.result = self._record(step.draw)
         except Exception as error:
             if self._group is not None and self._group.skipped_calls != skipped_calls:
                 self._group.skipped_calls = skipped_calls  # a recording is no step that other ranks wait for
             is_known = isinstance(error, torch.OutOfMemoryError)
             text = "flashsampling: no CUDA graph of a step, whose kernels go on to be launched: %s"
             _logger.warning(text, error, exc_info=not is_known)
-            return None
 
-    def _record(self, draw: Callable[[], SampleResult]) -> _Recording:
-        """Captures ``draw``. ``torch.cuda.graph`` would wait for the device and empty its cache while requests are
-        served."""
+    def _record(self, draw: Callable[[], SampleResult]) -> tuple[Callable[[], None], SampleResult]:
+        """Captures ``draw``. Returns the replay, and the result that it writes to. ``torch.cuda.graph`` would wait for
+        the device and empty its cache while requests are served."""
         free, _ = torch.cuda.mem_get_info(self._device)
         needed = self._needed - self._taken
         if free < needed:
@@ -162,4 +157,4 @@ class Graphs:
                 gc.enable()
         left, _ = torch.cuda.mem_get_info(self._device)
         self._taken += max(free - left, 0)
-        return _Recording(graph.replay, result, draw)
+        return graph.replay, result

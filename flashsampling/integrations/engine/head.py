@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ... import ops
 from ...inputs import example
+from ...reference.logit_transforms import raw
 from ...sampling import check_weight
+from ...sampling_params import SamplingParams
 from .plugin import Refused
 
 FAST = ("cute", "triton")  # backends that are faster than what engines do
@@ -29,7 +31,7 @@ class Head(NamedTuple):
 
     layer: Any  # its weight is read in every step: the engine may load another one into it
     vocab_size: int
-    transform: Mapping[str, float]
+    transform: Mapping[str, Any]  # numbers of ``sample`` by name
     has_bias: bool = False
     first_token: int = 0  # of this rank's shard
     ranks: int = 1
@@ -77,21 +79,16 @@ def probe_states(dim: int) -> Tensor:
 
 
 def compare_logits(name: str, head: Head, hidden_states: Tensor, logits: Tensor, dtype: torch.dtype, last: int) -> None:
-    """Refuses a model whose logits (R, V) of hidden states (R, D) are others than its head, bias, scale and soft cap
-    give, but for a few roundings of the largest one in ``dtype``. ``last``: the token behind this rank's last one."""
+    """Refuses a model whose logits (R, V) of hidden states (R, D) are others than its head, bias and transform make,
+    but for a few roundings of the largest in ``dtype``. ``last``: the token behind this rank's last one."""
     rows = len(hidden_states)
     if logits.shape != (rows, head.vocab_size):
         raise Refused(f"{name} has logits of shape {tuple(logits.shape)}, for {rows} rows and {head.vocab_size} tokens")
     shard = slice(head.first_token, max(last, head.first_token))
     count = shard.stop - shard.start
-    logits_gemm = F.linear(hidden_states, head.weight[:count]).float()
-    if head.bias is not None:
-        logits_gemm = logits_gemm + head.bias[:count].float()
-    logits_gemm = logits_gemm * head.transform.get("logit_scale", 1.0)
-    bound = 8 * torch.finfo(dtype).eps * float(logits_gemm.nan_to_num().abs().amax()) if logits_gemm.numel() else 0.0
-    cap = head.transform.get("soft_cap", 0.0)
-    if cap:
-        logits_gemm = cap * torch.tanh(logits_gemm / cap)
-    if not torch.allclose(logits_gemm, logits[:, shard].float(), rtol=0, atol=bound, equal_nan=True):
-        made = "its head, bias, scale and soft cap make of its hidden states"
+    bias = None if head.bias is None else head.bias[:count].float()
+    ours = raw(F.linear(hidden_states, head.weight[:count]).float(), SamplingParams(bias=bias, **head.transform))
+    bound = 8 * torch.finfo(dtype).eps * float(ours.nan_to_num().abs().amax()) if ours.numel() else 0.0
+    if not torch.allclose(ours, logits[:, shard].float(), rtol=0, atol=bound, equal_nan=True):
+        made = "its head, bias and transform make of its hidden states"
         raise Refused(f"{name}'s logits are something else than {made}")

@@ -56,7 +56,7 @@ class Plugin:
         """Returns whether the plug-in is required; never raises."""
         return _MODES.get(_read(self.variable)) == "require"
 
-    def leave(self, error: BaseException, *owners: Any, what: str = "nothing is fused") -> None:
+    def leave(self, error: BaseException, *owners: Any) -> None:
         """Leaves the engine as it is after an error: logs one line, and notes it on ``owners`` for ``counters``.
 
         A traceback is logged at DEBUG alone.
@@ -75,7 +75,7 @@ class Plugin:
             why = f" ({self.variable}=require)"  # an error that was left before says so already
             raise Refused(words.removesuffix(why) + why) from error
         unforeseen = not isinstance(error, Refused) and self.logger.isEnabledFor(logging.DEBUG)
-        self.logger.warning("flashsampling: %s: %s", what, words, exc_info=error if unforeseen else None)
+        self.logger.warning("flashsampling: nothing is fused: %s", words, exc_info=error if unforeseen else None)
 
     def check_signature(self, name: str, function: Any, parameters: tuple[str, ...]) -> None:
         """Refuses a function that is None, or takes other parameters than in the known releases."""
@@ -139,6 +139,19 @@ def describe(error: BaseException) -> str:
         return " ".join((str(error) if isinstance(error, Refused) else repr(error)).split())
     except Exception:  # an engine's error whose words are an error
         return type(error).__name__
+
+
+def refusal(runner: Any, *owners: Any) -> str | None:
+    """Returns why a model runner fuses nothing, as noted on it or its owners; None if it fuses."""
+    if getattr(runner, "flashsampling", None) is not None:
+        return None
+    return next(filter(None, (getattr(each, "flashsampling_refused", None) for each in (*owners, runner))), NOT_LOADED)
+
+
+def read_counters(runner: Any, *owners: Any) -> dict[str, Any]:
+    """Returns the counts of a runner's steps, or why it fuses nothing."""
+    refused = refusal(runner, *owners)
+    return runner.flashsampling.counters() if refused is None else {"refused": refused}
 
 
 class StepCounts:

@@ -38,6 +38,7 @@ class FallbackReason(IntEnum):
         return member
 
     SERVED = "served"
+    UNREADABLE = "parameters that cannot be read"  # those of another engine than is known
     MANY_LOGPROBS = f"logprobs of more than {MAX_TOP_LOGPROBS} tokens"
     MANY_BIASES = f"more than {MAX_BIASED} tokens with a bias"
     NOT_FINITE = "a bias that is not finite"
@@ -49,9 +50,7 @@ class FallbackReason(IntEnum):
     MIN_P_TOP_P = "min_p with top_p"
     THINKING = "thinking_token_budget"
     GRAMMAR_MIN_TOKENS = "min_tokens with a grammar"
-    DRAFTS = "drafts"
     GRAMMAR_SHAPE = "a grammar of another shape"
-    UNREADABLE = "parameters that cannot be read"
     # SGLang
     PENALTIES = "penalties"
     PROCESSOR = "a custom logit processor"
@@ -70,7 +69,7 @@ class FallbackReason(IntEnum):
 FALLBACK_REASONS = tuple(reason.text for reason in FallbackReason)
 _ALL = list(FallbackReason)
 # reasons of requests, in the order of the log's line
-VLLM_FALLBACKS = _ALL[FallbackReason.MANY_LOGPROBS : FallbackReason.DRAFTS]
+VLLM_FALLBACKS = _ALL[FallbackReason.MANY_LOGPROBS : FallbackReason.GRAMMAR_SHAPE]
 SGLANG_FALLBACKS = _ALL[FallbackReason.MANY_LOGPROBS : FallbackReason.LOGPROBS_MODE] + _ALL[FallbackReason.PENALTIES :]
 
 

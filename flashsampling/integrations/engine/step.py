@@ -1,10 +1,9 @@
-"""The fused step of a batch: the arguments of ``flashsampling.sample``, and the forms in which the step runs.
+"""The fused step of a batch. Its sampling parameters are those of ``flashsampling.sample``, without checks: an engine's
+subclass reads them as backends take them.
 
-    a call        where parameters of the call are new in every step: drafts, biases
-    cached        the rest: parameters are parsed once for a batch of the same requests, and the step runs with them
-    a graph       the same step, captured and replayed; a plain step is one launch, and needs no graph
-
-An engine's subclass says where its requests' parameters lie.
+What a batch keeps from step to step is read once (``BatchCache``); masks, counts and biases are read in every step. A
+step with parameters replays a CUDA graph where there are graphs. A plain step is one launch and needs none; drafts,
+biases and a head's bias have shapes or values of their own in every step, and are launched.
 """
 
 import contextlib
@@ -21,10 +20,10 @@ from ... import ops
 from ...exchange_protocol import WHOLE
 from ...inputs import SampleInputs
 from ...outputs import SampleOutput, SampleResult, make_output
-from ...param_parsers import MAX_BIASED, batch_shape
+from ...param_parsers import MAX_BIASED
 from ...sampling import sample
-from ...sampling_params import SamplingParams, parse_sampling_params
-from ...speculative.acceptance import sample_with_draft_hash, verify_by_match
+from ...sampling_params import DEFAULT_PARAMS, SamplingParams
+from ...speculative.acceptance import hash_drafts, verify_by_match
 from ...speculative.drafts import DraftBatch
 from ...token_counts import Counted
 from ...warmup import warmup_mixes
@@ -56,18 +55,7 @@ class BatchCache(NamedTuple):
     needs: int  # of all rows together
     top_logprobs: int | None  # of the row with the most; None: no row asks for any, its token's included
     rows: Rows
-    filters: tuple[str, ...]  # of a call: all; over several ranks those that any row has
-    params: dict[tuple[int, int | None], SamplingParams]  # by needs and top log-probabilities of a step
-
-
-class StepCall(NamedTuple):
-    """A step: its rows, and their parameters."""
-
-    batch: Batch
-    rows: Rows
-    filters: tuple[str, ...]
-    needs: int
-    top_logprobs: int | None
+    filters: tuple[str, ...]  # of a step: all; over several ranks those that any row has
 
 
 class FusedStep:
@@ -130,17 +118,16 @@ class FusedStep:
         """
         try:
             cache = self._cached(batch.requests)
-            needs, top = cache.needs, cache.top_logprobs
             if batch.top_logprobs is not None:
-                needs, top = needs | Needs.LOGPROBS, batch.top_logprobs
+                cache = cache._replace(needs=cache.needs | Needs.LOGPROBS, top_logprobs=batch.top_logprobs)
             if batch.grammar is not None:
-                needs |= Needs.MASK
-            call = StepCall(batch, cache.rows, cache.filters, needs, top)
-            if batch.drafts is not None or needs & Needs.BIASES or self.head.bias is not None:
-                return self._call(call), top
-            if needs and self.graphs is not None:
-                return self._replay_graph(call, self.graphs), top
-            return self._draw_cached(call, cache.params), top
+                cache = cache._replace(needs=cache.needs | Needs.MASK)
+            is_new = batch.drafts is not None or cache.needs & Needs.BIASES or self.head.bias is not None
+            if self.graphs is not None and cache.needs and not is_new:
+                return self._replay_graph(batch, cache, self.graphs), cache.top_logprobs
+            params = self._params(batch, cache)
+            result = self._run(batch, cache.rows, params)
+            return make_output(result, len(batch.positions), 1, params), cache.top_logprobs
         except BaseException as error:
             if self.tp is not None:
                 ops.count_skipped_call(self.tp, error)
@@ -155,107 +142,28 @@ class FusedStep:
                 out = self.graphs.packed_rows(graph_size(batch, self.graphs.most))
             needs, top, rows = self.read_requests(requests, out)
             filters = FILTERS if self.tp is None else self.read_filters(requests)
-            self.batch_cache = BatchCache(key, needs, top, rows, filters, {})
+            self.batch_cache = BatchCache(key, needs, top, rows, filters)
         return self.batch_cache
 
-    def _call(self, call: StepCall) -> SampleOutput:
-        batch, rows, weight = call.batch, call.rows, self.head.weight
-        inputs = {"temperature": rows["temperature"], "seed": rows["seed"], "offset": batch.positions}
-        request = self._arguments(call) | inputs
-        if self.tp is not None and batch.drafts is not None:
-            return sample_with_draft_hash(self.tp, batch.drafts, batch.hidden_states, weight, **request)
-        return sample(batch.hidden_states, weight, **self._vocabulary(), **request)
-
-    def _draw_cached(self, call: StepCall, parsed: dict[tuple[int, int | None], SamplingParams]) -> SampleOutput:
-        """Draws with parameters of an earlier step of the batch. Checking and parsing them takes the host 20 us of 110
-        (an EPYC core, min-p and penalties)."""
-        kind = call.needs, call.top_logprobs
-        params = parsed.get(kind)
-        if params is None:
-            params = parsed[kind] = self._params(call)
-        elif call.needs & Needs.MASK:
-            params = params._replace(token_mask=self.read_mask(call.batch))
-        return make_output(self._run(call.batch, call.rows, params), len(call.batch.positions), 1, params, None)
-
-    def _replay_graph(self, call: StepCall, graphs: Graphs) -> SampleOutput:
-        """Draws by a CUDA graph of the cached step. All that the graph reads has a fixed place."""
-        batch, count = call.batch, len(call.batch.positions)
-        size = graph_size(count, graphs.most)
-        inputs = graphs.hidden_states, graphs.positions
-        # ranks have the same inputs in padding rows too
-        if batch.buffers is not None and self.tp is None and size <= min(map(len, batch.buffers)):
-            inputs = batch.buffers
-        states, positions = inputs
-        kind = size, call.needs, call.top_logprobs, call.filters, states.data_ptr(), positions.data_ptr()
-        step = graphs.step(kind, self.head.weight, lambda: self._captured_step(call, graphs, size, inputs))
-        if inputs is not batch.buffers:
-            states[:count].copy_(batch.hidden_states)
-            positions[:count].copy_(batch.positions)
-        if step.params.counts is not None:
-            assert batch.slots is not None
-            graphs.slots[:count].copy_(batch.slots)
-        if step.params.token_mask is not None:
-            self.read_mask(batch, graphs.masks(self.words)[:count])
-        if self.tp is not None:
-            self.tp.raise_if_unusable()  # a replay does not
-        out = make_output(graphs.draw(kind, step.draw), size, 1, step.params, None)
-        return SampleOutput(**{name: part[:count] for name, part in vars(out).items() if part is not None})
-
-    def _captured_step(self, call: StepCall, graphs: Graphs, size: int, inputs: tuple[Tensor, Tensor]) -> CapturedStep:
-        """Returns the step of any batch of this kind."""
-        states, positions = inputs
-        requests, slots = np.resize(call.batch.requests, size), graphs.slots[:size]
-        batch = Batch(states[:size], positions[:size], requests, None, slots=slots)
-        rows = unpack_rows(graphs.packed_rows(size), size, self.row_names)
-        params = self._params(call._replace(batch=batch, rows=rows))
-        if params.token_mask is not None:
-            params = params._replace(token_mask=graphs.masks(self.words)[:size])
-        return CapturedStep(params, functools.partial(self._run, batch, rows, params))
-
-    def _params(self, call: StepCall) -> SamplingParams:
-        """Parses parameters to be kept. An empty tensor stands for counts, which are as large as logits and of one
-        step."""
-        batch, rows = len(call.batch.positions), len(self.head.weight)
-        shape = batch_shape(batch, rows, self.head.vocab_size, self.device, 1, self.tp)
-        params = parse_sampling_params(self._arguments(call), shape)  # type: ignore[arg-type]
-        return params if params.counts is None else params._replace(counts=params.counts.new_empty(0))
-
-    def _run(self, batch: Batch, rows: Rows, params: SamplingParams) -> SampleResult:
-        if params.counts is not None:
-            assert batch.slots is not None
-            params = params._replace(**self.read_counts(batch.slots, rows)._asdict())
-        tokens, shard = (self.head.vocab_size, WHOLE) if self.tp is None else self.tp.part
-        temperature, seed = rows["temperature"], rows["seed"]
-        states, weight = batch.hidden_states, self.head.weight
-        inputs = SampleInputs(states, weight, temperature, seed, batch.positions, 1, tokens, shard, params)
-        return ops.sample(inputs, "") if self.tp is None else ops.sample_sharded(inputs, self.tp)
-
-    # -- arguments of ``sample``
-
-    def _arguments(self, call: StepCall) -> dict[str, Any]:
-        batch, rows, needs, request = call.batch, call.rows, call.needs, self.head.arguments()
-        if not needs:
-            return request
-        names = call.filters if needs & Needs.FILTERS else ()
+    def _params(self, batch: Batch, cache: BatchCache, mask: Tensor | None = None) -> SamplingParams:
+        """Returns the parameters of a step, but for counts: those are as large as logits, and read when it runs.
+        ``mask``: token masks that are there already."""
+        needs, fields = cache.needs, dict(self.head.transform)
+        if self.head.bias is not None:
+            fields["bias"] = self.head.bias.detach().float()
+        names = cache.filters if needs & Needs.FILTERS else ()
         names += ("joint_top_p",) if needs & Needs.JOINT else ()
         names += PENALTIES if needs & Needs.PENALTIES else ()
-        request |= {name: rows[name] for name in names}
+        fields |= {name: cache.rows[name] for name in names}
         if needs & Needs.BIASES:
-            request |= self._bias_arguments(batch)
+            fields |= self._biases(batch)
         if needs & Needs.MASK:
-            request["token_mask"] = self.read_mask(batch)
-        if needs & Needs.PENALTIES:
-            assert batch.slots is not None
-            counts: Any = self.read_counts(batch.slots, rows)
-            if batch.drafts is not None:
-                drafts = batch.drafts.drafts()
-                counts = drafts.counted(counts.counts, drafts.nodes(), self.head.vocab_size)
-            request["token_counts"] = counts
+            fields["token_mask"] = self.read_mask(batch) if mask is None else mask
         if needs & Needs.LOGPROBS:
-            request |= {"return_logprobs": True, "top_logprobs": max(call.top_logprobs or 0, 1)}
-        return request
+            fields |= {"logprobs": True, "top_logprobs": max(cache.top_logprobs or 0, 1)}
+        return DEFAULT_PARAMS._replace(**fields) if fields else DEFAULT_PARAMS
 
-    def _bias_arguments(self, batch: Batch) -> dict[str, Any]:
+    def _biases(self, batch: Batch) -> dict[str, Tensor]:
         biases, index = self.read_biases(batch)
         most = max((len(ids) for ids, _ in biases), default=0)
         if most == 0:
@@ -263,10 +171,59 @@ class FusedStep:
         ids, values = stack_biases(biases, FEW_BIASES if most <= FEW_BIASES else MAX_BIASED)
         if index is not None:
             ids, values = ids[index], values[index]
-        return {"logit_bias": (to_device(ids, self.device), self.bias_values(batch, values))}
+        return {"bias_ids": to_device(ids, self.device), "bias_values": self.bias_values(batch, values)}
 
-    def _vocabulary(self) -> dict[str, Any]:
-        return {"vocab_size": self.head.vocab_size} if self.tp is None else {"tp": self.tp}
+    def _run(self, batch: Batch, rows: Rows, params: SamplingParams) -> SampleResult:
+        draft_hash = None
+        if isinstance(params.repetition_penalty, Tensor):  # a row has penalties
+            assert batch.slots is not None
+            counts, seen = self.read_counts(batch.slots, rows)
+            if batch.drafts is not None:
+                drafts = batch.drafts.drafts()
+                counts, seen = drafts.counted(counts, drafts.nodes(), self.head.vocab_size), None
+            params = params._replace(counts=counts, seen=seen)
+        if batch.drafts is not None and self.tp is not None:
+            draft_hash = hash_drafts(batch.drafts)  # ranks with other drafts would accept other numbers of them
+        tokens, shard = (self.head.vocab_size, WHOLE) if self.tp is None else self.tp.part
+        row = rows["temperature"], rows["seed"], batch.positions
+        states, weight = batch.hidden_states, self.head.weight
+        inputs = SampleInputs(states, weight, *row, 1, tokens, shard, params, draft_hash=draft_hash)
+        return ops.sample(inputs, "") if self.tp is None else ops.sample_sharded(inputs, self.tp)
+
+    def _replay_graph(self, batch: Batch, cache: BatchCache, graphs: Graphs) -> SampleOutput:
+        """Draws by a CUDA graph, which reads nothing but memory that has a fixed place."""
+        count, needs = len(batch.positions), cache.needs
+        size = graph_size(count, graphs.most)
+        inputs = graphs.hidden_states, graphs.positions
+        # ranks have the same inputs in padding rows too
+        if batch.buffers is not None and self.tp is None and size <= min(map(len, batch.buffers)):
+            inputs = batch.buffers
+        states, positions = inputs
+        kind = size, needs, cache.top_logprobs, cache.filters, states.data_ptr(), positions.data_ptr()
+        step = graphs.step(kind, self.head.weight, lambda: self._captured_step(batch, cache, graphs, size, inputs))
+        if inputs is not batch.buffers:
+            states[:count].copy_(batch.hidden_states)
+            positions[:count].copy_(batch.positions)
+        if needs & Needs.PENALTIES:
+            assert batch.slots is not None
+            graphs.slots[:count].copy_(batch.slots)
+        if needs & Needs.MASK:
+            self.read_mask(batch, graphs.masks(self.words)[:count])
+        if self.tp is not None:
+            self.tp.raise_if_unusable()  # a replay does not
+        out = make_output(graphs.draw(step), size, 1, step.params)
+        return SampleOutput(**{name: part[:count] for name, part in vars(out).items() if part is not None})
+
+    def _captured_step(
+        self, batch: Batch, cache: BatchCache, graphs: Graphs, size: int, inputs: tuple[Tensor, Tensor]
+    ) -> CapturedStep:
+        """Returns the step of any batch of this kind."""
+        states, positions = inputs
+        rows = unpack_rows(graphs.packed_rows(size), size, self.row_names)
+        mask = graphs.masks(self.words)[:size] if cache.needs & Needs.MASK else None
+        params = self._params(batch, cache._replace(rows=rows), mask)
+        padded = Batch(states[:size], positions[:size], None, None, slots=graphs.slots[:size])
+        return CapturedStep(params, functools.partial(self._run, padded, rows, params))
 
     # -- warm-up
 
@@ -289,7 +246,8 @@ class FusedStep:
         self.sanitize_token_ids(torch.zeros(batch, dtype=torch.int64, device=self.device))
         if self.most_drafts:
             self._warm_up_drafts()
-        of_head, vocabulary, rows = self.head.arguments(), self._vocabulary(), default_rows(batch, self.device)
+        vocabulary: dict[str, Any] = {"vocab_size": vocab_size} if self.tp is None else {"tp": self.tp}
+        of_head, rows = self.head.arguments(), default_rows(batch, self.device)
         counts = None
         if set(PENALTIES) <= set(self.row_names):
             slots = torch.zeros(batch, dtype=torch.int32, device=self.device)
@@ -308,10 +266,9 @@ class FusedStep:
         drafts = DraftBatch(ids[1:], None, bounds, 1, self.most_drafts)
         verify_by_match(drafts, ids)
         if self.tp is not None:
-            weight, rows = self.head.weight, default_rows(len(ids), self.device)
-            states = weight.new_zeros(len(ids), weight.shape[1])
-            inputs: Any = {"temperature": rows["temperature"], "seed": rows["seed"], "offset": ids}
-            sample_with_draft_hash(self.tp, drafts, states, weight, **inputs)
+            states = self.head.weight.new_zeros(len(ids), self.head.weight.shape[1])
+            batch = Batch(states, ids, None, None, drafts=drafts)
+            self._run(batch, default_rows(len(ids), self.device), DEFAULT_PARAMS)
 
     def sanitize_token_ids(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Replaces -1 by 0, and counts the replaced tokens (``transfer.sanitize_token_ids``)."""

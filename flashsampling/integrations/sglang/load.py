@@ -7,7 +7,6 @@
 
 and where the plug-in is required
 
-    Scheduler.__init__            after it: raises if its runner is not fused, however the model was loaded
     Engine._launch_subprocesses   before it: raises with Ray, whose schedulers load no plug-ins
 
 SGLang calls plug-ins in all of its processes, logs their errors, and goes on; it also logs hooks without a target. With
@@ -19,15 +18,13 @@ import importlib
 import importlib.metadata
 from typing import Any
 
-from ..engine.plugin import NOT_LOADED, Refused
+from ..engine.plugin import Refused, read_counters
 from .request_info import read_request
 from .settings import BEAMS, PLUGIN, check_signatures, check_version
 
 _RUNNER = "sglang.srt.model_executor.model_runner"
 _BATCH = "sglang.srt.model_executor.forward_batch_info"
 _WORKER = "sglang.srt.managers.tp_worker"
-_SCHEDULER = "sglang.srt.managers.scheduler"
-_ENGINE = "sglang.srt.entrypoints.engine"
 _TAKES_LOGITS = "capture_pre_sample_logits"
 _CLASSES = {
     "ModelRunner": _RUNNER,
@@ -64,12 +61,7 @@ def register() -> None:
             PLUGIN.check_signature(_TAKES_LOGITS, taken, BEAMS)
             wanted.append((f"{_WORKER}.{_TAKES_LOGITS}", before_logits_are_taken, before))
         if mode == "require":
-            for (module, owner, name), hook, kind in (
-                ((_SCHEDULER, "Scheduler", "__init__"), after_scheduler, after),
-                ((_ENGINE, "Engine", "_launch_subprocesses"), before_launch, before),
-            ):
-                getattr(getattr(importlib.import_module(module), owner), name)  # SGLang would go on without it
-                wanted.append((f"{module}.{owner}.{name}", hook, kind))
+            wanted.append(("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", before_launch, before))
         for each in wanted:
             hooks.HookRegistry.register(*each)
     except BaseException as error:
@@ -92,14 +84,6 @@ def after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> Any
     return result
 
 
-def after_scheduler(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Raises Refused if a scheduler's runner fuses nothing."""
-    why = refusal(scheduler.tp_worker.model_runner)
-    if why is not None:
-        PLUGIN.leave(Refused(why))
-    return result
-
-
 def before_launch(kind: type, *args: Any, **kwargs: Any) -> None:
     """Raises Refused where an engine's schedulers load no plug-ins."""
     if kind.__module__.startswith("sglang.srt.ray"):
@@ -108,16 +92,12 @@ def before_launch(kind: type, *args: Any, **kwargs: Any) -> None:
 
 def after_init_new(result: Any, kind: type, batch: Any, model_runner: Any, **kwargs: Any) -> Any:
     """Keeps on a ``ForwardBatch`` what each of its requests needs, and whose step it is."""
-    fused = getattr(model_runner, "flashsampling", None)
-    if fused is not None:
+    fused, reqs = getattr(model_runner, "flashsampling", None), getattr(batch, "reqs", None)
+    if fused is not None and reqs is not None:
         result.flashsampling_step = fused
-        try:
-            result.flashsampling = tuple([request.flashsampling for request in batch.reqs])
-        except Exception:  # one is new
-            try:
-                result.flashsampling = tuple([read_request(request, fused.rules) for request in batch.reqs])
-            except Exception as error:  # requests of an unknown SGLang make a batch that is not seen
-                fused.log_unreadable(error)
+        # a call for each of 256 requests would take 40 us
+        infos = [getattr(request, "flashsampling", None) or read_request(request, fused.rules) for request in reqs]
+        result.flashsampling = tuple(infos)
     return result
 
 
@@ -139,12 +119,4 @@ def counters(runner: Any) -> dict[str, Any]:
         had drawn all; "reasons": how many of the last two had a request of each reason; "undefined_rows": rows without
         a finite score, which got token 0. "refused": why nothing is fused, if so. Reading them waits for the device.
     """
-    refused = refusal(runner)
-    return runner.flashsampling.counters() if refused is None else {"refused": refused}
-
-
-def refusal(runner: Any) -> str | None:
-    """Returns why a ``ModelRunner`` fuses nothing; None if it fuses."""
-    if getattr(runner, "flashsampling", None) is not None:
-        return None
-    return getattr(runner, "flashsampling_refused", NOT_LOADED)
+    return read_counters(runner)

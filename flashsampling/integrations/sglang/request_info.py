@@ -42,11 +42,14 @@ class Row(NamedTuple):
 
 
 def read_request(request: Any, rules: SglangRules) -> RequestInfo:
-    """Returns what SGLang's ``Req`` needs, read once: a request without a seed keeps the seed that it gets."""
-    info = getattr(request, "flashsampling", None)
-    if info is None:
-        info = request.flashsampling = parse_request(request, rules)
-    return info  # type: ignore[no-any-return]
+    """Keeps on SGLang's ``Req`` what it needs, and returns that: a request without a seed keeps the seed that it
+    gets."""
+    try:
+        info = parse_request(request, rules)
+    except Exception:  # parameters of an unknown SGLang are SGLang's to read
+        info = RequestInfo(FallbackReason.UNREADABLE)
+    request.flashsampling = info
+    return info
 
 
 def parse_request(request: Any, rules: SglangRules) -> RequestInfo:

@@ -2,15 +2,14 @@
 
     runner.init_cuda_graphs   compiles, before graphs are captured
     processor.forward         returns hidden states where SGLang's returns logits; in decode a graph has captured that
-    model.forward             in the first forward of each kind: does the model return what the processor returned?
+    model.forward             in the first forward: does the model return what the processor returned?
     runner.sample             the fused step; or SGLang's own, of logits made then; or both for a part of the rows
 
 A batch is fused if all its requests can be. Otherwise SGLang samples all rows. One exception: the token of a request
 that could be fused and has a seed is still drawn by the fused step; otherwise it would depend on its batch mates. Only
-the proof in the first forwards waits for the device.
+the proof in the first forward waits for the device.
 """
 
-import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..engine.head import PROBE_ROWS, Layers, check_speed
-from ..engine.plugin import Refused, StepCounts, describe, refuse_if
+from ..engine.plugin import Refused, StepCounts, refuse_if
 from ..engine.request_info import SGLANG_FALLBACKS, FallbackReason, Needs, RequestInfo
 from ..engine.step import Batch
 from ..engine.transfer import to_device
@@ -71,57 +70,35 @@ class SglangSampler:
     def __init__(self, runner: Any, step: SglangStep, processor: Any, rules: SglangRules, sglang: Sglang) -> None:
         self.runner, self.step, self.rules, self.sglang = runner, step, rules, sglang
         self.processor, self.model = processor, runner.model
-        self._proven: set[bool] = set()  # kinds of forwards: decode (True), all else (False)
-        self._left: set[bool] = set()  # kinds that stay SGLang's
+        self._is_proven = False  # the model returns what its processor returns
         self._made: Any = None  # the processor's output in this forward
-        self._logits: Tensor | None = None  # a copy of its first rows
-        self._states: Tensor | None = None  # their hidden states
+        # before the proof: a copy of the output's first logits, and the processor's arguments
+        self._seen: tuple[Any, Any, Any, Any] | None = None
         self.counts = StepCounts(PLUGIN, "fused", "left", "split")
-        self._is_readable = True  # requests' parameters
-        self._wrapped: list[tuple[Any, str, Any, Any]] = []  # owners, names, wrappers, and what the owner itself had
-        with contextlib.ExitStack() as failing:
-            failing.callback(self.detach)
-            for owner, name, method in (
-                (runner, "init_cuda_graphs", self.init_cuda_graphs),
-                (runner, "sample", self.sample),
-                (processor, "forward", self.process),
-                (self.model, "forward", self.forward),
-            ):
-                own, before = getattr(owner, name), owner.__dict__.get(name)
-                wrapped = functools.wraps(own)(functools.partial(method, own))
-                setattr(owner, name, wrapped)
-                self._wrapped.append((owner, name, wrapped, before))
-            runner.flashsampling = self
-            failing.pop_all()  # all of it stays
+        for owner, name, method in (
+            (runner, "init_cuda_graphs", self.init_cuda_graphs),
+            (runner, "sample", self.sample),
+            (processor, "forward", self.process),
+            (self.model, "forward", self.forward),
+        ):
+            setattr(owner, name, self._wrap(getattr(owner, name), method))
+        runner.flashsampling = self
 
-    def detach(self) -> None:
-        """Restores the runner, its model and its logits processor. A later wrapper around one of these methods
-        stays."""
-        for owner, name, wrapped, before in self._wrapped:
-            if owner.__dict__.get(name) is not wrapped:
-                continue
-            if before is None:
-                del owner.__dict__[name]
-            else:
-                owner.__dict__[name] = before
-        vars(self.runner).pop("flashsampling", None)
+    def _wrap(self, own: Forward, method: Callable[..., Any]) -> Forward:
+        """Returns a method that does what SGLang's own does unless this is the plug-in's part of the runner. Others may
+        wrap it again."""
 
-    def _give_up(self, why: BaseException, decode: bool = True) -> None:
-        """Leaves forwards to SGLang from now on, or raises where the plug-in is required. Once one kind of forward is
-        proven a graph may hold it, without logits: then only the other kind is left to SGLang."""
-        if self._proven:
-            self._left.add(decode)
-            PLUGIN.leave(why, what="decode is not fused" if decode else "prefill is not fused")
-        else:
-            self.detach()
-            PLUGIN.leave(why, self.runner)
+        @functools.wraps(own)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            is_on = getattr(self.runner, "flashsampling", None) is self
+            return method(own, *args, **kwargs) if is_on else own(*args, **kwargs)
 
-    def log_unreadable(self, error: Exception) -> None:
-        """Logs once that SGLang draws for requests whose parameters cannot be read."""
-        if self._is_readable:
-            text = "flashsampling: a request's parameters cannot be read: %s (said once)"
-            PLUGIN.logger.warning(text, describe(error))
-        self._is_readable = False
+        return wrapped
+
+    def _give_up(self, why: BaseException) -> None:
+        """Leaves everything to SGLang from now on, or raises where the plug-in is required."""
+        del self.runner.flashsampling
+        PLUGIN.leave(why, self.runner)
 
     def init_cuda_graphs(self, own: Forward, *args: Any, **kwargs: Any) -> Any:
         """Compiles what steps need before SGLang captures its graphs."""
@@ -142,26 +119,16 @@ class SglangSampler:
     ) -> Any:  # fmt: skip
         """Returns hidden states, and logits of no columns, where ``LogitsProcessor.forward`` would return logits only
         to draw from."""
-        metadata, given = logits_metadata, (input_ids, hidden_states, lm_head, logits_metadata, *args)
-        try:
-            if isinstance(metadata, self.sglang.forward_batch):
-                metadata = self.sglang.metadata(metadata)
-            decode = metadata.forward_mode.is_decode()
-            is_fused = decode not in self._left and self._is_drawn_from(metadata)
-        except BaseException as error:
-            if self._proven:
-                raise
-            self._give_up(error)
-            is_fused = False
-        if not is_fused:
-            return own(*given, **kwargs)
-        if decode not in self._proven:
-            output = own(*given, **kwargs)
-            try:
-                self._keep(output, self._last_states(hidden_states, metadata), lm_head)
-            except BaseException as error:
-                self._give_up(error, decode)
+        given = input_ids, hidden_states, lm_head, logits_metadata, *args
+        if not self._is_proven:
+            self._made = output = own(*given, **kwargs)
+            logits = output.next_token_logits
+            if logits is not None and not (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._seen = logits[:PROBE_ROWS].clone(), hidden_states, lm_head, logits_metadata
             return output
+        metadata = self._metadata(logits_metadata)
+        if not self._is_drawn_from(metadata):
+            return own(*given, **kwargs)
         states = self._last_states(hidden_states, metadata)
         if metadata.extend_return_logprob:  # the prompt's log-probabilities need logits
             output = own(*given, **kwargs)
@@ -171,6 +138,9 @@ class SglangSampler:
             output = self.sglang.output(next_token_logits=none, hidden_states=states, mm_input_embeds=embeds)
         self._made = output
         return output
+
+    def _metadata(self, given: Any) -> Any:
+        return self.sglang.metadata(given) if isinstance(given, self.sglang.forward_batch) else given
 
     def _is_drawn_from(self, metadata: Any) -> bool:
         """Returns whether the last positions are drawn from, and nothing else reads hidden states."""
@@ -188,45 +158,42 @@ class SglangSampler:
         states, *_ = self.processor._get_pruned_states(hidden_states, None, None, metadata)
         return states  # type: ignore[no-any-return]
 
-    def _keep(self, output: Any, states: Tensor, lm_head: Any) -> None:
-        """Keeps what the processor returned, to compare it with what the model returns. Refuses logits of another
-        head."""
-        logits = output.next_token_logits
-        if logits is None or not len(logits) or (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        head, name = self.step.head, type(self.model).__name__
-        if lm_head is not head.layer:
-            raise Refused(f"{name} gives its logits processor another head than its lm_head")
-        if states.dtype is not head.weight.dtype:  # SGLang casts them
-            raise Refused(f"{name} has {states.dtype} states and a head of {head.weight.dtype}")
-        self._made, self._logits, self._states = output, logits[:PROBE_ROWS].clone(), states
-
     def forward(
         self, own: Forward, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Runs the model, and sees whether it returns what its logits processor returned."""
-        self._made = self._logits = self._states = None
+        self._made = self._seen = None
         result = own(input_ids, positions, forward_batch, *args, **kwargs)
-        made, logits, states = self._made, self._logits, self._states
-        self._made = self._logits = self._states = None
-        if made is None:
-            return result
-        name, decode = type(self.model).__name__, forward_batch.forward_mode.is_decode()
-        if logits is None:
-            if result is not made:
-                what = "something else than its logits processor, in this forward as in no other"
-                raise RuntimeError(f"{name} returns {what}")
-            return result
-        try:
-            shown = result.next_token_logits if result is made else None
-            if shown is None or not torch.allclose(shown[:PROBE_ROWS], logits, rtol=0, atol=0, equal_nan=True):
-                raise Refused(f"{name} changes its logits after its logits processor")
-            result.hidden_states = states  # a seed's tokens are the same from the first one on
-        except BaseException as error:
-            self._give_up(error, decode)
-        else:
-            self._proven.add(decode)
+        made, seen = self._made, self._seen
+        self._made = self._seen = None
+        if not self._is_proven:
+            try:
+                self._is_proven = seen is not None and self._prove(result, made, *seen)
+            except BaseException as error:
+                self._give_up(error)
+        elif made is not None and result is not made:
+            what = "something else than its logits processor, in this forward as in no other"
+            raise RuntimeError(f"{type(self.model).__name__} returns {what}")
         return result
+
+    def _prove(
+        self, result: Any, made: Any, logits: Tensor, hidden_states: Tensor, lm_head: Any, logits_metadata: Any
+    ) -> bool:
+        """Returns whether the model's result shows that the processor's logits are the model's; False: nothing is drawn
+        from them. Refuses other logits."""
+        metadata, head, name = self._metadata(logits_metadata), self.step.head, type(self.model).__name__
+        if not len(logits) or not self._is_drawn_from(metadata):
+            return False
+        states = self._last_states(hidden_states, metadata)
+        if lm_head is not head.layer:
+            raise Refused(f"{name} gives its logits processor another head than its lm_head")
+        if states.dtype is not head.weight.dtype:  # SGLang casts them
+            raise Refused(f"{name} has {states.dtype} states and a head of {head.weight.dtype}")
+        shown = result.next_token_logits if result is made else None
+        if shown is None or not torch.allclose(shown[:PROBE_ROWS], logits, rtol=0, atol=0, equal_nan=True):
+            raise Refused(f"{name} changes its logits after its logits processor")
+        result.hidden_states = states  # a seed's tokens are the same from the first one on
+        return True
 
     # -- the draw
 

@@ -4,12 +4,11 @@ batch.
     pip install "flashsampling[vllm]"
     FLASHSAMPLING_VLLM=auto vllm serve ...  # or require; without it the plug-in does nothing
 
-``register`` is the entry point of the group ``vllm.general_plugins``, which vLLM calls in each of its processes. It
-imports nothing of vLLM: ``load`` waits until vLLM imports its worker, and inspects the model once it is loaded.
-``head`` finds the LM head, ``request_info`` reads requests, ``step`` reads vLLM's state, ``batches`` its batches, and
-``runner`` is where all of it meets vLLM's model runner. What SGLang shares is in ``integrations/engine``:
-``engine.step`` keeps a batch's parameters from step to step. docs/vllm.md has what is fused, what is not, and what that
-means for seeds.
+``register`` is the entry point of the group ``vllm.general_plugins``, which vLLM calls in each of its processes.
+``load`` inspects the model once a worker has loaded it, ``head`` finds the LM head, ``request_info`` reads requests,
+``step`` vLLM's state, ``batches`` its batches, and ``runner`` is where all of it meets vLLM's model runner. What SGLang
+shares is in ``integrations/engine``: ``engine.step`` keeps a batch's parameters from step to step. docs/vllm.md has
+what is fused, what is not, and what that means for seeds.
 """
 
 from ..engine.plugin import Refused

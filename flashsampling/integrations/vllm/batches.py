@@ -1,5 +1,4 @@
-"""vLLM's ``InputBatch`` as a ``Batch``, and parts of it: the rows that are drawn here, and those that are left to
-vLLM."""
+"""vLLM's ``InputBatch`` as a ``Batch``, and the part of it that is drawn here where vLLM samples the others."""
 
 import dataclasses
 from typing import Any
@@ -80,41 +79,40 @@ def _convert_drafts(input_batch: Any, most_drafts: int) -> DraftBatch:
 
 
 def select_requests(input_batch: Any, requests: NDArray[np.int64]) -> Any:
-    """Returns the batch of these requests. Tokens and positions stay those of the whole batch, where ``logits_indices``
-    point."""
+    """Returns the batch of these requests, as far as it is read here. Tokens and positions stay those of the whole
+    batch, where ``logits_indices`` point."""
     device, count = input_batch.logits_indices.device, len(requests)
     rows, counts = rows_of_requests(input_batch, requests)
     bounds = np.concatenate(([0], counts.cumsum()))
-    drafts, packed = len(rows) - count, np.concatenate((requests, rows, bounds))
-    device_requests, device_rows, cu_num_logits = to_device(packed, device).split([count, len(rows), count + 1])
+    packed = to_device(np.concatenate((requests, rows, bounds)), device)
+    device_requests, device_rows, cu_num_logits = packed.split([count, len(rows), count + 1])
     on_host = ("idx_mapping_np", "num_scheduled_tokens", "num_computed_tokens_np")
-    per_request, per_row = ("idx_mapping", "seq_lens"), ("expanded_idx_mapping", "expanded_local_pos", "logits_indices")
     return dataclasses.replace(
         input_batch,
-        req_ids=[input_batch.req_ids[request] for request in requests],
         num_reqs=count,
-        num_reqs_after_padding=count,
-        num_draft_tokens=drafts,
-        num_draft_tokens_per_req=(counts - 1).astype(np.int32) if drafts else None,
+        num_draft_tokens=len(rows) - count,
         cu_num_logits=cu_num_logits.int(),
         cu_num_logits_np=bounds.astype(np.int32),
         **{name: getattr(input_batch, name)[requests] for name in on_host},
-        **{name: getattr(input_batch, name).index_select(0, device_requests) for name in per_request},
-        **{name: getattr(input_batch, name).index_select(0, device_rows) for name in per_row},
+        **{name: getattr(input_batch, name).index_select(0, device_requests) for name in ("idx_mapping", "seq_lens")},
+        **{
+            name: getattr(input_batch, name).index_select(0, device_rows)
+            for name in ("expanded_idx_mapping", "logits_indices")
+        },
     )
 
 
-def select_grammar(grammar_output: Any, grammar: Grammar | None, requests: NDArray[np.int64], part: Any) -> Any:
-    """Returns vLLM's ``GrammarOutput`` of these requests of the batch, which are ``part``; None if none of them has
-    one."""
+def select_grammar(input_batch: Any, grammar: Grammar | None, requests: NDArray[np.int64]) -> Grammar | None:
+    """Returns the grammar of these requests of the batch, with their rows numbered in ``select_requests``; None if none
+    of them has one."""
     if grammar is None:
         return None
-    chosen = np.flatnonzero(np.isin(grammar.requests, requests))
-    if not len(chosen):
+    rows, _ = rows_of_requests(input_batch, requests)
+    chosen = np.isin(grammar.rows, rows)
+    if not chosen.any():
         return None
-    names = set(part.req_ids)
-    return dataclasses.replace(
-        grammar_output,
-        structured_output_request_ids=[name for name in grammar_output.structured_output_request_ids if name in names],
-        grammar_bitmask=np.ascontiguousarray(grammar.masks[chosen]),
+    return Grammar(
+        np.searchsorted(requests, grammar.requests[chosen]),
+        np.searchsorted(rows, grammar.rows[chosen]),
+        grammar.masks[chosen],
     )

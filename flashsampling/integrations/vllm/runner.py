@@ -1,12 +1,12 @@
 """Puts the fused step into vLLM's model runner v2.
 
     add_requests         reads every new request, by its slot
-    sample               the fused step, vLLM's own, or both for a part of the rows each
+    sample               the fused step; or vLLM's own; or both, for a part of the rows
     _dummy_sampler_run   compiles, while vLLM measures how much memory a step takes
 
 A batch is fused if all its requests can be. Otherwise vLLM samples the whole batch as it does without the plug-in. One
-exception: a request that could be fused and has a seed is still drawn by the fused step, and the others by vLLM;
-otherwise its tokens would depend on its batch mates.
+exception: the token of a request that could be fused and has a seed is still drawn by the fused step, over vLLM's;
+otherwise it would depend on its batch mates.
 
 Drafts: every position with a logit is a row of the step, and a draft is accepted while it is what the step draws there.
 That is ``flashsampling.verify`` by matching, in its two halves ``sample`` and ``verify_by_match``; between them a row
@@ -52,14 +52,13 @@ class Vllm(NamedTuple):
     sampler_output: Callable[..., Any]
     logprobs: Callable[..., Any]  # LogprobsTensors
     counting: Callable[..., tuple[Tensor, Tensor]]  # get_num_sampled_and_rejected
-    output: type  # AsyncModelRunnerOutput
 
 
 class VllmSampler:
     """The plug-in's part of a runner."""
 
     def __init__(self, step: VllmStep, vllm: Vllm) -> None:
-        self.step, self.vllm, self.checked = step, vllm, make_checked(vllm.output)
+        self.step, self.vllm = step, vllm
         self.counts = StepCounts(PLUGIN, "fused", "left", "split", "drafts")
 
     def sample(
@@ -72,29 +71,22 @@ class VllmSampler:
             self.counts.add("fused", drafts=input_batch.num_draft_tokens)
             return self._fused(runner, hidden_states, input_batch, grammar)
         served = reasons == FallbackReason.SERVED
-        left = map(int, np.unique(reasons[~served]))
-        if not (served & self.step.state.batch_invariant[input_batch.idx_mapping_np]).any():
+        left = [int(reason) for reason in np.unique(reasons[~served])]
+        kept = np.flatnonzero(served & self.step.state.batch_invariant[input_batch.idx_mapping_np])
+        sampled = own(hidden_states, input_batch, grammar_output)
+        if not len(kept):
             self.counts.add("left", left)
-            return own(hidden_states, input_batch, grammar_output)
-        drafts, outputs = 0, []
-        for rows, is_fused in ((np.flatnonzero(served), True), (np.flatnonzero(~served), False)):
-            part = select_requests(input_batch, rows)
-            masks = select_grammar(grammar_output, grammar, rows, part)
-            if is_fused:
-                drafts = part.num_draft_tokens
-                output, _, _ = self._fused(runner, hidden_states, part, find_grammar(part, masks))
-            else:
-                output, _, _ = own(hidden_states, part, masks)
-            outputs.append((rows, output))
-        self.counts.add("split", left, drafts=drafts)
-        return self._join(input_batch, outputs)
+            return sampled
+        part = select_requests(input_batch, kept)
+        self.counts.add("split", left, drafts=part.num_draft_tokens)
+        drawn = self._fused(runner, hidden_states, part, select_grammar(input_batch, grammar, kept))
+        self._overwrite(sampled, drawn, input_batch, kept)
+        return sampled
 
     def reasons(self, input_batch: Any, grammar: Grammar | None) -> NDArray[np.int8]:
         """Returns (B,) why vLLM has to do a row, as ``FallbackReason``; known on the host."""
         state = self.step.state
         reasons = state.reasons[input_batch.idx_mapping_np]
-        if input_batch.num_draft_tokens and not self.step.most_drafts:
-            reasons[:] = FallbackReason.DRAFTS
         if grammar is not None:
             if grammar.masks.shape != (len(grammar.rows), max(grammar.masks.shape[1], self.step.words)):
                 reasons[grammar.requests] = FallbackReason.GRAMMAR_SHAPE
@@ -131,7 +123,10 @@ class VllmSampler:
         logprobs = None if top is None else self._logprobs(ids, out, top, bounds)
         mapping, prefill_len = input_batch.idx_mapping, runner.sampler.req_states.prefill_len.gpu
         counted = self.vllm.counting(num_sampled, input_batch.seq_lens, input_batch.cu_num_logits, mapping, prefill_len)
-        return self._output(token_ids, logprobs, *counted)
+        num_sampled, num_rejected = counted
+        counts = {"num_nans": None, "num_sampled": num_sampled, "num_rejected": num_rejected}
+        output = self.vllm.sampler_output(sampled_token_ids=token_ids, logprobs_tensors=logprobs, **counts)
+        return output, num_sampled, num_rejected
 
     def _logprobs(self, ids: Tensor, out: Any, top: int, bounds: list[int] | None) -> Any:
         """Returns vLLM's tensors: the token's first, then the most likely ones'. All are copies: vLLM sends them to the
@@ -143,68 +138,21 @@ class VllmSampler:
             cu_num_generated_tokens=bounds,
         )
 
-    def _output(self, token_ids: Tensor, logprobs: Any, num_sampled: Tensor, num_rejected: Tensor) -> Sampled:
-        counted = {"num_nans": None, "num_sampled": num_sampled, "num_rejected": num_rejected}
-        output = self.vllm.sampler_output(sampled_token_ids=token_ids, logprobs_tensors=logprobs, **counted)
-        return output, num_sampled, num_rejected
-
-    def _join(self, input_batch: Any, outputs: list[tuple[NDArray[np.int64], Any]]) -> Sampled:
-        """Returns one output of the outputs of parts, each of these requests."""
+    def _overwrite(self, sampled: Sampled, drawn: Sampled, input_batch: Any, requests: NDArray[np.int64]) -> None:
+        """Writes what was drawn for these requests over what vLLM sampled for them. Rows of vLLM's have columns for the
+        request with the most drafts or log-probabilities."""
         device = input_batch.logits_indices.device
-        order = to_device(np.argsort(np.concatenate([requests for requests, _ in outputs])), device)
-        columns = max(output.sampled_token_ids.shape[1] for _, output in outputs)
-        parts = [(_pad(each.sampled_token_ids, columns), each.num_sampled, each.num_rejected) for _, each in outputs]
-        token_ids, num_sampled, num_rejected = (torch.cat(same).index_select(0, order) for same in zip(*parts))
-        tensors = [output.logprobs_tensors for _, output in outputs]
-        logprobs = None
-        if any(each is not None for each in tensors):
-            rows = [rows_of_requests(input_batch, requests)[0] for requests, _ in outputs]
-            order = to_device(np.argsort(np.concatenate(rows)), device)
-            columns = max(each.logprobs.shape[1] for each in tensors if each is not None)
-            wide = [_widen(each, len(part), columns, token_ids) for each, part in zip(tensors, rows)]
-            ids, values, ranks = (torch.cat(same).index_select(0, order) for same in zip(*wide))
-            bounds = input_batch.cu_num_logits_np.tolist() if input_batch.num_draft_tokens else None
-            logprobs = self.vllm.logprobs(
-                logprob_token_ids=ids, logprobs=values, selected_token_ranks=ranks, cu_num_generated_tokens=bounds
-            )
-        return self._output(token_ids, logprobs, num_sampled, num_rejected)
-
-
-def _pad(token_ids: Tensor, columns: int) -> Tensor:
-    return torch.nn.functional.pad(token_ids, (0, columns - token_ids.shape[1]), value=-1)
-
-
-def _widen(tensors: Any, rows: int, columns: int, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ids, log-probabilities and ranks in so many columns, padded as vLLM does, with token 0 and -inf."""
-    ids = token_ids.new_zeros((rows, columns), dtype=torch.int64)
-    values = ids.new_full((rows, columns), float("-inf"), dtype=torch.float32)
-    if tensors is None:
-        return ids, values, ids.new_zeros(rows)
-    width = tensors.logprobs.shape[1]
-    ids[:, :width], values[:, :width] = tensors.logprob_token_ids, tensors.logprobs
-    return ids, values, tensors.selected_token_ranks.long()
-
-
-def make_checked(output: type) -> type:
-    """Returns a kind of vLLM's ``AsyncModelRunnerOutput``, around another one and a group. Rows of a failed step have
-    tokens all the same, and vLLM would hear of the failure at the next step, which need not come. ``get_output``, in
-    whichever thread, has waited for the step: its failure is known by then."""
-
-    class Checked(output):  # type: ignore[misc]
-        def __init__(self, inner: Any, tp: TensorParallel) -> None:
-            self.inner, self.tp = inner, tp
-
-        def get_output(self) -> Any:
-            """Returns the inner output. Raises TensorParallelError if a step has failed."""
-            found = self.inner.get_output()
-            self.tp.raise_if_failed()
-            return found
-
-        def get_kv_connector_output(self) -> Any:
-            """Newer releases call it where ``get_output`` raised."""
-            return self.inner.get_kv_connector_output()
-
-    return Checked
+        index = to_device(requests, device)
+        rows = to_device(rows_of_requests(input_batch, requests)[0], device)
+        (output, *counts), (ours, *our_counts) = sampled, drawn
+        pairs: list[tuple[Tensor, Tensor, Tensor]] = [(index, output.sampled_token_ids, ours.sampled_token_ids)]
+        pairs += [(index, *pair) for pair in zip(counts, our_counts)]
+        if ours.logprobs_tensors is not None:
+            for name in ("logprob_token_ids", "logprobs", "selected_token_ranks"):
+                pairs.append((rows, getattr(output.logprobs_tensors, name), getattr(ours.logprobs_tensors, name)))
+        for where, theirs, mine in pairs:
+            some = theirs if mine.ndim == 1 else theirs[:, : mine.shape[1]]
+            some.index_copy_(0, where, mine.to(theirs.dtype))
 
 
 class FusedRunner:
@@ -227,11 +175,20 @@ class FusedRunner:
         return self.flashsampling.sample(super().sample, self, hidden_states, input_batch, grammar_output)  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Calls vLLM's method. Tokens of a failed step are an error."""
-        output, fused = super().sample_tokens(grammar_output), self.flashsampling  # type: ignore[misc]
-        if fused.step.tp is None or not isinstance(output, fused.vllm.output):
+        """Calls vLLM's method. Rows of a failed step have tokens all the same, and vLLM would hear of the failure at
+        the next step, which need not come: ``get_output``, which has waited for the step, raises it."""
+        output, tp = super().sample_tokens(grammar_output), self.flashsampling.step.tp  # type: ignore[misc]
+        get_output = getattr(output, "get_output", None)
+        if tp is None or get_output is None:
             return output
-        return fused.checked(output, fused.step.tp)
+
+        def checked() -> Any:
+            found = get_output()
+            tp.raise_if_failed()
+            return found
+
+        output.get_output = checked
+        return output
 
     def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
         super()._dummy_sampler_run(hidden_states)  # type: ignore[misc]
@@ -270,7 +227,7 @@ def attach(runner: Any) -> str:
     from vllm.distributed import get_tp_group
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
-    from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors
+    from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -286,10 +243,12 @@ def attach(runner: Any) -> str:
     PLUGIN.check_signature("LogitsProcessor.forward", LogitsProcessor.forward, release.logits)
     layers = Layers(LogitsProcessor, VocabParallelEmbedding, UnquantizedEmbeddingMethod)
     head = find_head(runner.model, runner.model_config.get_hidden_size(), runner.dtype, runner.device, layers)
-    backend = check_head(head, runner.vocab_size)
+    if head.vocab_size > runner.vocab_size:  # of which vLLM keeps counts
+        raise Refused(f"the LM head has {head.vocab_size} tokens, the model's configuration {runner.vocab_size}")
+    backend = check_speed(head, "vLLM")
     raw_logprobs, invariant = runner.sampler.logprobs_mode == "raw_logprobs", bool(envs.VLLM_BATCH_INVARIANT)
     rules = VllmRules(head.vocab_size, raw_logprobs, release.min_tokens_respects_grammar, invariant)
-    vllm = Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected, AsyncModelRunnerOutput)
+    vllm = Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected)
     with contextlib.ExitStack() as failing:
         tp, recorded = None, None
         if head.ranks > 1:
@@ -301,12 +260,15 @@ def attach(runner: Any) -> str:
             recorded = Graphs(runner.max_num_reqs, dim, dtype, runner.device, head.vocab_size, tp)
         state = RequestState(runner.max_num_reqs, rules)
         step = VllmStep(head, runner.sampler, state, runner.device, tp, most_drafts, recorded)
-        fused, summary = VllmSampler(step, vllm), summarize(head, rules, backend, most_drafts)
         failing.callback(vars(runner).pop, "flashsampling", None)
-        runner.flashsampling = fused
+        runner.flashsampling = VllmSampler(step, vllm)
         runner.__class__ = type("FusedGPUModelRunner", (FusedRunner, GPUModelRunner), {})
         failing.pop_all()  # the group stays open
-    return summary
+    if most_drafts:
+        backend += f"; drafts, up to {most_drafts} of a request, are accepted by matching"
+    has = {FallbackReason.LOGPROBS_MODE: not raw_logprobs}
+    has[FallbackReason.GRAMMAR_MIN_TOKENS] = release.min_tokens_respects_grammar
+    return PLUGIN.summary(head.vocab_size, backend, dict.fromkeys(VLLM_FALLBACKS, True) | has, "Seeded tokens")
 
 
 def check_runner(runner: Any, release: VllmRelease, kind: type, sampler: type) -> None:
@@ -333,8 +295,6 @@ def check_runner(runner: Any, release: VllmRelease, kind: type, sampler: type) -
             nan: own is not None and own.compute_nans,
         }
     )
-    unknown = "here: this is not a vLLM that is known"
-    refuse_if({f"the sampler has no {name} {unknown}": not hasattr(own, name) for name in release.sampler})
     package = sampler.__module__.rpartition(".")[0]
     for each in map(type, getattr(own, "logits_processors", ())):
         # another package's processor may have the name of one of vLLM's
@@ -380,20 +340,3 @@ def open_group(head: Head, group: Any, max_batch_size: int) -> TensorParallel:
         return TensorParallel(group, head.weight, first_token=head.first_token, **sizes)
     except (ValueError, TensorParallelError) as error:
         raise Refused(f"tensor parallelism: {error}") from error
-
-
-def check_head(head: Head, vocab_size: int) -> str:
-    """Returns the head's backend. Refuses a head of more tokens than vLLM keeps counts of, or that only a slow backend
-    takes."""
-    if head.vocab_size > vocab_size:
-        raise Refused(f"the LM head has {head.vocab_size} tokens, the model's configuration {vocab_size}")
-    return check_speed(head, "vLLM")
-
-
-def summarize(head: Head, rules: VllmRules, backend: str, most_drafts: int = 0) -> str:
-    """Returns what is fused and what is not, in a line."""
-    has = {FallbackReason.LOGPROBS_MODE: not rules.raw_logprobs}
-    has[FallbackReason.GRAMMAR_MIN_TOKENS] = rules.min_tokens_respects_grammar
-    if most_drafts:
-        backend += f"; drafts, up to {most_drafts} of a request, are accepted by matching"
-    return PLUGIN.summary(head.vocab_size, backend, dict.fromkeys(VLLM_FALLBACKS, True) | has, "Seeded tokens")

@@ -15,14 +15,12 @@ class VllmRelease(NamedTuple):
     logits: tuple[str, ...]  # parameters of ``LogitsProcessor.forward``
     drafts_and_ranks: bool  # speculative decoding and tensor parallelism have been tried
     min_tokens_respects_grammar: bool  # min_tokens forbids nothing where it would forbid all that a grammar allows
-    sampler: tuple[str, ...] = ()  # attributes of the sampler that change what it does
 
 
 _LOGITS = ("self", "lm_head", "hidden_states", "embedding_bias")
-_SAMPLER = "logits_processors", "return_sampling_mask", "trace_replay_state"
 KNOWN = {
     "0.26": VllmRelease(_LOGITS, True, False),
-    "0.33": VllmRelease((*_LOGITS, "skip_gather"), False, True, _SAMPLER),
+    "0.33": VllmRelease((*_LOGITS, "skip_gather"), False, True),
 }
 
 # What is overridden or called, by its parameters: a release with other ones is another release, whatever its number.

@@ -130,27 +130,23 @@ class VllmStep(FusedStep):
         return mask if out is None else out.copy_(mask)
 
     def read_counts(self, slots: Tensor, rows: Rows) -> Counted:
-        """Returns token counts of slots (``read_counts``)."""
-        return read_counts(self.sampler.penalties_state, slots, rows, self.head.vocab_size)
+        """Returns token counts of slots (B,) int32 on the device. vLLM keeps counts of the output and bits of the
+        prompt by slot. Counts of rows without a penalty may be anything: they change nothing."""
+        penalties, vocab_size = self.sampler.penalties_state, self.head.vocab_size
+        batch, device = len(slots), slots.device
+        output_counts, prompt_mask = penalties.output_bin_counts, penalties.prompt_bin_mask
+        stride = -(-vocab_size // 4) * 4
+        counts = torch.empty((batch, stride), dtype=torch.int32, device=device)[:, :vocab_size]
+        if device.type != "cuda":
+            shifts = torch.arange(32, dtype=torch.int32)
+            in_prompt = (prompt_mask[slots][:, :, None] >> shifts & 1).flatten(1)[:, :vocab_size].bool()
+            counts.copy_(output_counts[slots][:, :vocab_size] | torch.where(in_prompt, IN_PROMPT, 0).to(torch.int32))
+            return Counted(counts, None)
+        from .kernels import counts_kernel
 
-
-def read_counts(penalties: Any, slots: Tensor, rows: Rows, vocab_size: int) -> Counted:
-    """Returns (B, V) int32 as ``token_counts`` is, of slots (B,) int32 on the device. vLLM keeps counts of the output
-    and bits of the prompt by slot. Counts of rows without a penalty may be anything: they change nothing."""
-    batch, device = len(slots), slots.device
-    output_counts, prompt_mask = penalties.output_bin_counts, penalties.prompt_bin_mask
-    stride = -(-vocab_size // 4) * 4
-    counts = torch.empty((batch, stride), dtype=torch.int32, device=device)[:, :vocab_size]
-    if device.type != "cuda":
-        shifts = torch.arange(32, dtype=torch.int32)
-        in_prompt = (prompt_mask[slots][:, :, None] >> shifts & 1).flatten(1)[:, :vocab_size].bool()
-        counts.copy_(output_counts[slots][:, :vocab_size] | torch.where(in_prompt, IN_PROMPT, 0).to(torch.int32))
-        return Counted(counts, None)
-    from .kernels import counts_kernel
-
-    seen = torch.empty((batch, num_token_groups(vocab_size)), dtype=torch.uint8, device=device)
-    state = output_counts, output_counts.stride(0), prompt_mask, prompt_mask.stride(0)
-    out = counts, stride, seen, seen.stride(0)
-    values = [rows[name] for name in PENALTIES]
-    counts_kernel[batch, -(-vocab_size // _BLOCK)](*state, slots, *values, *out, vocab_size, BLOCK=_BLOCK)
-    return Counted(counts, seen)
+        seen = torch.empty((batch, num_token_groups(vocab_size)), dtype=torch.uint8, device=device)
+        state = output_counts, output_counts.stride(0), prompt_mask, prompt_mask.stride(0)
+        out = counts, stride, seen, seen.stride(0)
+        values = [rows[name] for name in PENALTIES]
+        counts_kernel[batch, -(-vocab_size // _BLOCK)](*state, slots, *values, *out, vocab_size, BLOCK=_BLOCK)
+        return Counted(counts, seen)

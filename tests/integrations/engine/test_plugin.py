@@ -86,7 +86,7 @@ def test_errors_of_a_host(error, words, monkeypatch, caplog):
     assert owner.flashsampling_refused == words
     caplog.clear()
     with caplog.at_level(logging.DEBUG, "tests.plugin"):
-        MINE.leave(error, what="decode is not fused")
+        MINE.leave(error)
     assert (caplog.records[0].exc_info is None) is isinstance(error, Refused)
     monkeypatch.setenv(MINE.variable, "require")
     with pytest.raises(Refused) as refused:
@@ -108,7 +108,7 @@ def test_counts(caplog):
     """Reasons are said once; all counts after 1024 steps, 2048, and so on. Nothing needs a function in the engine's
     workers."""
     counts = StepCounts(MINE, "fused", "left", "drafts")
-    one, other = FallbackReason.DRAFTS, FallbackReason.BEAMS
+    one, other = FallbackReason.THINKING, FallbackReason.BEAMS
     assert counts.read() == {"fused": 0, "left": 0, "drafts": 0, "reasons": {}}
     with caplog.at_level(logging.INFO, "tests.plugin"):
         for reasons in ((one,), (one, other), (one,)):

@@ -265,8 +265,6 @@ def server_args(**given: Any) -> SimpleNamespace:
 class ModelRunner:
     """SGLang's, as far as it samples. Decode goes through graphs: recorded outputs, of which rows are returned anew."""
 
-    PADDING = 3
-
     def __init__(self, model: Model, arguments: SimpleNamespace | None = None) -> None:
         self.model, self.server_args = model, arguments or server_args()
         self.vocab_size, self.device = model.logits_processor.vocab_size, "cuda"

@@ -38,9 +38,6 @@ def _sglang(monkeypatch):
     for module in load._CLASSES.values():
         names = {other: CLASSES[other] for other, place in load._CLASSES.items() if place == module}
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(**names))
-    for target, _, _ in REQUIRED:
-        module, name, method = target.rsplit(".", 2)
-        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: type(name, (), {method: None})}))
     hooks = SimpleNamespace(HookRegistry=Registry, HookType=SimpleNamespace(AFTER="after", BEFORE="before"))
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", hooks)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"sglang": "0.5.15.post1"}[name])
@@ -74,10 +71,7 @@ HOOKS = [
     ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", load.after_load_model, "after"),
     ("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", load.after_init_new, "after"),
 ]
-REQUIRED = [
-    ("sglang.srt.managers.scheduler.Scheduler.__init__", load.after_scheduler, "after"),
-    ("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", load.before_launch, "before"),
-]
+REQUIRED = [("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", load.before_launch, "before")]
 
 
 @pytest.mark.parametrize(("mode", "hooks"), [("off", []), ("auto", HOOKS), ("require", HOOKS + REQUIRED)])
@@ -96,13 +90,7 @@ def test_nothing_set_does_nothing(monkeypatch):
     register()
 
 
-@pytest.mark.parametrize(
-    ("version", "release"),
-    [
-        *(("0.5.15", "0.5.15"), ("0.5.15.post1", "0.5.15"), ("0.5.15rc1", "0.5.15")),
-        *(("0.5.23", "0.5.23"), ("0.5.23.post2", "0.5.23")),
-    ],
-)
+@pytest.mark.parametrize(("version", "release"), [("0.5.15rc1", "0.5.15"), ("0.5.23.post2", "0.5.23")])
 def test_known_releases(version, release):
     assert settings.check_version(version) is settings.KNOWN[release]
 
@@ -140,31 +128,11 @@ def words_of(monkeypatch, caplog):
     return words
 
 
-@pytest.mark.parametrize("version", ["0.5.14", "0.5.22", "0.5.150", "0.5.1", "0.6.15", "dev"])
+@pytest.mark.parametrize("version", ["0.5.14", "0.5.150", "0.5.1", "dev"])
 def test_other_releases(version, monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     words = f"SGLang {version} is not one of the releases that are known: 0.5.15, 0.5.23"
     assert words_of(monkeypatch, caplog) == words
-
-
-def test_other_signatures(monkeypatch, caplog):
-    def sample(self, logits_output, forward_batch, sampler):
-        pass
-
-    monkeypatch.setattr(fakes.ModelRunner, "sample", sample)
-    known = "self, logits_output, forward_batch"
-    said = f"ModelRunner.sample takes {known}, sampler here, not {known}"
-    assert words_of(monkeypatch, caplog) == f"{said}: this release of SGLang is not known"
-
-
-def test_a_method_that_is_gone(monkeypatch, caplog):
-    monkeypatch.setattr(sys.modules[load._CLASSES["LogitsMetadata"]], "LogitsMetadata", object)
-    assert words_of(monkeypatch, caplog).startswith("there is no LogitsMetadata.from_forward_batch here")
-
-
-def test_modules_that_are_not_there(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", None)
-    assert "ModuleNotFoundError" in words_of(monkeypatch, caplog)
 
 
 class Hostile:
@@ -203,23 +171,6 @@ def test_runners_that_nobody_expected(runner, monkeypatch, caplog):
     assert runner.flashsampling_refused == said
 
 
-def scheduler_of(**runner):
-    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(**runner)))
-
-
-def test_schedulers_where_it_is_required(monkeypatch):
-    """A runner that was loaded where no hook saw it is found too."""
-    monkeypatch.setenv(settings.PLUGIN.variable, "require")
-    assert load.after_scheduler(None, scheduler_of(flashsampling=object())) is None
-    for scheduler, words in (
-        (scheduler_of(), "the plug-in is off, or was not loaded"),
-        (scheduler_of(flashsampling_refused="a head"), "a head"),
-    ):
-        with pytest.raises(Refused) as refused:
-            load.after_scheduler(None, scheduler)
-        assert str(refused.value) == f"{words} (FLASHSAMPLING_SGLANG=require)"
-
-
 def test_engines_where_it_is_required(monkeypatch):
     """Ray's schedulers load no plug-ins: the process that starts them says so."""
     monkeypatch.setenv(settings.PLUGIN.variable, "require")
@@ -229,18 +180,6 @@ def test_engines_where_it_is_required(monkeypatch):
     load.before_launch(ours, "arguments", port_args=None)
     with pytest.raises(Refused, match=r"^with Ray .*require\)$"):
         load.before_launch(rays, "arguments", port_args=None)
-
-
-@pytest.mark.parametrize("target", [target for target, _, _ in REQUIRED])
-def test_what_require_rests_on_is_not_there(target, monkeypatch):
-    """SGLang would log that, and go on."""
-    module, _, _ = target.rsplit(".", 2)
-    monkeypatch.setenv(settings.PLUGIN.variable, "require")
-    for there in (SimpleNamespace(), None):
-        monkeypatch.setitem(sys.modules, module, there)
-        with pytest.raises(SystemExit, match="FLASHSAMPLING_SGLANG=require"):
-            register()
-        assert not Registry.hooks
 
 
 def test_counters_without_the_plug_in():

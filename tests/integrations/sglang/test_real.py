@@ -203,7 +203,7 @@ def runner_of(scale=None, fused=True):
         made.flashsampling.step.warm_up(8)
         for batch in (scheduled(made, [req_of()], True), scheduled(made, [req_of()], False)):
             step(made, batch, torch.randn(len(batch.input_ids), D))
-        assert made.flashsampling._proven == {True, False}
+        assert made.flashsampling._is_proven
         made.flashsampling.counts.clear()
     made.device = "cpu"
     return made
@@ -382,20 +382,6 @@ def test_the_distribution_is_sglangs(kind):
     assert stats.chisquare(got[keep].numpy(), expected[keep].numpy()).pvalue > 1e-4
 
 
-def test_what_is_left_goes_sglangs_way():
-    """SGLang applies its own penalties, and its own argmax."""
-    made, other = runner_of(), runner_of(fused=False)
-    states = torch.randn(3, D, generator=torch.Generator().manual_seed(5))
-    reqs = [req_of(temperature=0.0, repetition_penalty=1.5), req_of(temperature=0.0), req_of(sampling_seed=3)]
-    tokens, output = step(made, scheduled(made, reqs, False), states.clone())
-    theirs, _ = step(other, scheduled(other, reqs, False), states.clone())
-    assert tokens[:2].tolist() == theirs[:2].tolist()
-    alone, _ = step(made, scheduled(made, reqs[2:], False), states[2:].clone())
-    assert int(tokens[2]) == int(alone)
-    assert counters(made) == {"fused": 1, "left": 0, "split": 1, "reasons": {"penalties": 1}, "undefined_rows": 0}
-    assert output.hidden_states is None
-
-
 def leader_of(width=3):
     """A request of beam search as the scheduler's coordinator makes one: its parameters are others then, without the
     width."""
@@ -441,60 +427,3 @@ def test_beams_and_their_members_in_a_decode():
     for row in (0, 2):
         alone, _ = step(made, scheduled(made, [reqs[row]], False), states[[row]])
         assert int(tokens[row]) == int(alone[0])
-
-
-@pytest.mark.skipif(not NEWER, reason="0.5.15 has no beam search")
-@pytest.mark.parametrize("grouped", [True, False])
-def test_beams_take_logits(grouped):
-    """In a prefill; what is taken is the rows' logits, and the batch goes SGLang's way."""
-    made = runner_of()
-    reqs = [req_of(sampling_seed=1), leader_of() if grouped else req_of(sampling_seed=2)]
-    states = torch.randn(2 * len(PROMPT), D, generator=torch.Generator().manual_seed(6))
-    tokens, output = step(made, scheduled(made, reqs, True), states)
-    if not grouped:
-        assert output.beam is None
-        assert counters(made)["fused"] == 1
-        return
-    wanted = (states[[2 * len(PROMPT) - 1]] @ made.model.lm_head.weight.T)[:, :V]
-    torch.testing.assert_close(output.beam.leader_logits, wanted, rtol=0, atol=1e-4)
-    assert counters(made)["reasons"] == {"beam search": 1}
-    alone, _ = step(made, scheduled(made, reqs[:1], True), states[: len(PROMPT)])
-    assert int(tokens[0]) == int(alone[0])  # it has a seed
-
-
-def test_a_grammar_of_xgrammar():
-    """Bits as XGrammar allocates them, which is SGLang's default."""
-    from xgrammar import allocate_token_bitmask
-
-    class Grammar:
-        finished = False
-
-        def is_terminated(self):
-            return False
-
-        def allocate_vocab_mask(self, vocab_size, batch_size, device):
-            return allocate_token_bitmask(batch_size, vocab_size)
-
-        def fill_vocab_mask_batched(self, rows, vocab_mask):
-            for row in rows:
-                row.grammar.fill_vocab_mask(vocab_mask, row.row)
-
-        def fill_vocab_mask(self, vocab_mask, row):
-            vocab_mask[row] = 0
-            vocab_mask[row, 3] = 1 << 5
-
-        def move_vocab_mask(self, vocab_mask, device):
-            return vocab_mask
-
-        def apply_vocab_mask(self, logits, vocab_mask):
-            raise AssertionError
-
-    made = runner_of()
-    reqs = [req_of(sampling_seed=1), req_of(sampling_seed=2), req_of(sampling_seed=3)]
-    reqs[1].grammar = Grammar()
-    states = torch.randn(3, D)
-    tokens, _ = step(made, scheduled(made, reqs, False), states)
-    assert int(tokens[1]) == 3 * 32 + 5
-    assert counters(made)["fused"] == 1
-    alone, _ = step(made, scheduled(made, reqs[:1], False), states[:1])
-    assert int(tokens[0]) == int(alone)

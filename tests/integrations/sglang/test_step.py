@@ -2,9 +2,7 @@
 it."""
 
 import importlib.metadata
-import itertools
 import logging
-import re
 import sys
 from types import SimpleNamespace
 
@@ -14,7 +12,7 @@ import torch
 import flashsampling
 from flashsampling.integrations.engine import head as engine_head
 from flashsampling.integrations.engine import step as engine_step
-from flashsampling.integrations.engine.request_info import FALLBACK_REASONS, SGLANG_FALLBACKS, FallbackReason
+from flashsampling.integrations.engine.request_info import FallbackReason
 from flashsampling.integrations.sglang import Refused, counters, load, settings
 from flashsampling.integrations.sglang import runner as runner_module
 from flashsampling.integrations.sglang.runner import _NEWER, check_runner
@@ -63,14 +61,12 @@ def loaded(model=None, graphs=True, **arguments):
 
 
 def runner_of(model=None, graphs=True, **arguments):
-    """A loaded runner whose model's prefill was seen too, as by SGLang's own warm-up request."""
+    """A loaded runner whose model was seen, as by SGLang's own warm-up request."""
     runner = loaded(model, graphs, **arguments)
     reqs = [Req([1], SamplingParams())]
     step(runner, extend(reqs), states_of(1))
-    if not graphs:
-        step(runner, decode(reqs), states_of(1))
     assert "refused" not in counters(runner)
-    assert runner.flashsampling._proven == {True, False}
+    assert runner.flashsampling._is_proven
     runner.flashsampling.counts.clear()
     runner.left.clear()
     runner.model.logits_processor.rows = 0
@@ -198,8 +194,10 @@ def fresh(req):
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 def test_a_request_of_every_served_kind(graphs):
-    """Alone, in a prefill and a step: the tokens of what the user wrote, and no row of logits made."""
-    runner, states = runner_of(graphs=graphs), states_of(len(PROMPT) + 1)
+    """Alone, in a prefill and a step: the tokens of what the user wrote, and no row of logits made. Without graphs the
+    head has a scale and a soft cap."""
+    model = fakes.Model(V, D, **{} if graphs else {"logit_scale": 3.0, "soft_cap": 4.0})
+    runner, states = runner_of(model, graphs), states_of(len(PROMPT) + 1)
     for params in SERVED.values():
         req = Req(PROMPT, params)
         for batch, some in ((extend([req]), states[:-1]), (decode([req]), states[-1:])):
@@ -251,13 +249,6 @@ def test_a_request_of_every_kind_that_is_left(graphs, caplog):
     tokens, _ = step(runner, decode([reqs[0], greedy]), states[:2])  # and without it the batch is fused
     assert counters(runner)["fused"] == 1
     assert int(tokens[1]) == int(logits[1].argmax())
-
-
-def test_every_reason_has_a_test():
-    tested = {name.split(", ")[0] for name in LEFT_TO_SGLANG} | {name.split(", without")[0] for name in BATCHES if name}
-    newer = FallbackReason.BEAMS, FallbackReason.SUPPORT, FallbackReason.ALIGNED  # of 0.5.23
-    tested |= {reason.text for reason in newer}
-    assert tested == {reason.text for reason in SGLANG_FALLBACKS}
 
 
 def test_a_request_without_a_seed_keeps_the_one_that_it_gets():
@@ -346,7 +337,7 @@ def test_logprobs_before_the_temperature(monkeypatch):
     torch.testing.assert_close(output.next_token_logprobs, wanted, rtol=0, atol=2e-5)
     assert output.next_token_top_logprobs_val is None
     step(runner, decode([Req(PROMPT, LOGPROBS["biased"], return_logprob=True)]), states[:1])
-    assert counters(runner)["reasons"] == {FALLBACK_REASONS[FallbackReason.LOGPROBS]: 1}
+    assert counters(runner)["reasons"] == {FallbackReason.LOGPROBS.text: 1}
 
 
 def test_a_grammar():
@@ -420,40 +411,6 @@ def test_rows_without_a_score_get_token_0():
     assert counters(runner)["undefined_rows"] == 1
 
 
-def test_a_scale_and_a_soft_cap():
-    runner = runner_of(fakes.Model(V, D, logit_scale=3.0, soft_cap=4.0))
-    req = Req(PROMPT, SERVED["plain"], return_logprob=True)
-    tokens, output = step(runner, decode([req]), states_of(1))
-    wanted = expected(runner, states_of(1)[0], req, len(PROMPT))
-    assert int(tokens) == int(wanted.token_ids)
-    torch.testing.assert_close(output.next_token_logprobs, wanted.logprobs)
-
-
-def test_requests_join_and_leave():
-    """Every request's tokens are those that it has alone, in any order of the rows, beside a grammar."""
-    runner = runner_of()
-    reqs = {name: Req(PROMPT, params) for name, params in SERVED.items()}
-    reqs["grammar"] = Req(PROMPT, SamplingParams(sampling_seed=20), grammar=Grammar([*range(0, V, 7)]))
-    states = {
-        (name, drawn): states_of(1, seed)[0] for seed, (name, drawn) in enumerate(itertools.product(reqs, range(4)))
-    }
-    got: dict[str, list[int]] = {name: [] for name in reqs}
-    steps = (len(reqs) - 1) // 3 + 4
-    for at in range(steps):
-        drawn = {name: at - row // 3 for row, name in enumerate(reqs) if row // 3 <= at < row // 3 + 4}
-        running = [*drawn] if at % 2 else [*reversed(drawn)]
-        batch = decode([reqs[name] for name in running])
-        batch.seq_lens = torch.tensor([len(PROMPT) + drawn[name] for name in running])
-        batch.positions = batch.seq_lens - 1
-        tokens, _ = step(runner, batch, torch.stack([states[name, drawn[name]] for name in running]))
-        for name, token in zip(running, tokens.tolist()):
-            got[name].append(token)
-    for name, req in reqs.items():
-        alone = [int(expected(runner, states[name, d], req, len(PROMPT) - 1 + d).token_ids) for d in range(4)]
-        assert got[name] == alone
-    assert runner.flashsampling.counters()["fused"] == steps
-
-
 # -- what is refused
 
 
@@ -480,10 +437,6 @@ def suppress(model, output, forward_batch):
     if output.next_token_logits is not None:
         output.next_token_logits.index_fill_(1, torch.tensor([3]), -1e9)
     return output
-
-
-def suppress_in_prefill(model, output, forward_batch):
-    return output if forward_batch.forward_mode.is_decode() else suppress(model, output, forward_batch)
 
 
 def replace(model, output, forward_batch):
@@ -513,9 +466,6 @@ def test_models_that_do_more_are_left_as_they_were(make, words, graphs, monkeypa
     assert output.next_token_logits.shape == (1, V)
     assert counters(runner) == {"refused": words}
     assert f"flashsampling: nothing is fused: {words}" in [record.getMessage() for record in caplog.records]
-    for part, names in ((runner, ("sample", "init_cuda_graphs")), (runner.model, ("forward",))):
-        assert not set(names) & set(vars(part))
-    assert "forward" not in vars(runner.model.logits_processor)
     monkeypatch.setenv(settings.PLUGIN.variable, "require")
     with pytest.raises(Refused, match=words):
         step(loaded(make(), graphs), decode([Req(PROMPT, SamplingParams())]), states_of(1))
@@ -525,28 +475,19 @@ def fails(*args, **kwargs):
     raise Panic("no")
 
 
-FORKS = {  # what fails in the first forward
-    "states": lambda fused: setattr(fused, "_last_states", fails),
-    "metadata": lambda fused: setattr(fused, "sglang", fused.sglang._replace(in_dummy_run=fails)),
-    "logits": lambda fused: None,
-}
-
-
-@pytest.mark.parametrize("fork", FORKS)
-def test_first_forwards_that_fail(fork, monkeypatch, caplog):
+@pytest.mark.parametrize("broken", ["_last_states", "_metadata", "result"])
+def test_first_forwards_that_fail(broken, monkeypatch, caplog):
     """SGLang serves as without the plug-in, with one line."""
-    runners = [loaded(Fork(widen) if fork == "logits" else None, graphs=False) for _ in range(2)]
+    runners = [loaded(Fork(widen) if broken == "result" else None, graphs=False) for _ in range(2)]
     failing = iter(runners)
 
     def serve():
-        FORKS[fork]((runner := next(failing)).flashsampling)
+        setattr((runner := next(failing)).flashsampling, broken, fails)
         tokens, _ = step(runner, decode([Req(PROMPT, SamplingParams())]), states_of(1))
         assert tokens.tolist() == [LEFT]
 
-    words, runner = refused_words(settings.PLUGIN, serve, monkeypatch, caplog), runners[0]
-    assert counters(runner) == {"refused": words}
-    assert not {"sample", "init_cuda_graphs", "flashsampling"} & set(vars(runner))
-    assert "forward" not in vars(runner.model) | vars(runner.model.logits_processor)
+    words = refused_words(settings.PLUGIN, serve, monkeypatch, caplog)
+    assert counters(runners[0]) == {"refused": words}
 
 
 class Unwritable(fakes.Model):
@@ -560,24 +501,23 @@ class Unwritable(fakes.Model):
 
 def test_a_runner_is_fused_or_as_it_was(caplog):
     runner = fakes.ModelRunner(Unwritable(V, D), fakes.server_args())
-    before, processor = dict(vars(runner)), runner.model.logits_processor
     load.after_load_model(None, runner)
-    assert vars(runner) == before | {"flashsampling_refused": "Panic('no')"}
-    assert "forward" not in vars(processor)
+    runner.init_cuda_graphs()
+    tokens, _ = step(runner, decode([Req(PROMPT, SamplingParams())]), states_of(1))
+    assert tokens.tolist() == [LEFT]
+    assert counters(runner) == {"refused": "Panic('no')"}
     assert [record.getMessage() for record in caplog.records] == ["flashsampling: nothing is fused: Panic('no')"]
 
 
-def test_requests_that_cannot_be_read(caplog):
-    """Those of another SGLang than is known are SGLang's to draw, which is said once."""
+def test_requests_that_cannot_be_read():
+    """Those of another SGLang than is known are SGLang's to draw."""
     runner = runner_of()
     reqs = [Req(PROMPT, SamplingParams())]
     del reqs[0].sampling_params.top_k
     for _ in range(2):
         tokens, _ = step(runner, decode(reqs), states_of(1))
         assert tokens.tolist() == [LEFT]
-    assert counters(runner)["reasons"] == {FALLBACK_REASONS[FallbackReason.UNSEEN]: 2}
-    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert line.startswith("flashsampling: a request's parameters cannot be read: AttributeError")
+    assert counters(runner)["reasons"] == {FallbackReason.UNREADABLE.text: 2}
 
 
 def test_a_model_that_changes_its_ways_later():
@@ -585,26 +525,6 @@ def test_a_model_that_changes_its_ways_later():
     runner.model.change = replace
     with pytest.raises(RuntimeError, match="Fork returns something else than its logits processor"):
         step(runner, extend([Req(PROMPT, SamplingParams())]), states_of(4))
-
-
-def test_a_model_that_does_more_in_prefill_alone(caplog, monkeypatch):
-    """Graphs hold decode without logits by then: that stays fused, and prefill is SGLang's."""
-    runner = loaded(Fork(suppress_in_prefill))
-    reqs = [Req(PROMPT, SERVED["plain"])]
-    with caplog.at_level(logging.INFO, "sglang.flashsampling"):
-        for _ in range(2):
-            tokens, output = step(runner, extend(reqs), states_of(4))
-            assert int(tokens) == LEFT
-            assert output.next_token_logits.shape == (1, V)
-            assert runner.left[-1][0, 3] == -1e9
-            tokens, _ = step(runner, decode(reqs), states_of(1))
-            assert int(tokens) == int(expected(runner, states_of(1)[0], reqs[0], len(PROMPT)).token_ids)
-    assert counters(runner)["fused"] == 2
-    assert caplog.records[0].getMessage() == f"flashsampling: prefill is not fused: {CHANGES}"
-    monkeypatch.setenv(settings.PLUGIN.variable, "require")
-    runner = loaded(Fork(suppress_in_prefill))
-    with pytest.raises(Refused, match=CHANGES):
-        step(runner, extend(reqs), states_of(4))
 
 
 class Own(fakes.LogitsProcessor):
@@ -639,7 +559,6 @@ def test_heads_that_are_refused(words):
     HEADS[words](model)
     runner = loaded(model, graphs=False)
     assert words in counters(runner)["refused"]
-    assert not {"sample", "init_cuda_graphs"} & set(vars(runner))
 
 
 def test_slow_implementations_are_refused(monkeypatch):
@@ -647,53 +566,26 @@ def test_slow_implementations_are_refused(monkeypatch):
     assert "there is only the implementation 'streaming'" in counters(loaded())["refused"]
 
 
-RUNNERS = {
-    "tensor parallelism": {"tp_size": 2},
-    "pipeline parallelism": {"pp_size": 2},
-    "context parallelism": {"attn_cp_size": 2},
-    "context parallelism, of decode": {"dcp_size": 2},
-    "data-parallel attention": {"enable_dp_attention": True},
-    "data-parallel attention, head": {"enable_dp_lm_head": True},
-    "speculative decoding": {"speculative_algorithm": "EAGLE"},
-    "a diffusion model": {"dllm_algorithm": "LowConfidence"},
-    "prefill and decode in different servers": {"disaggregation_mode": "decode"},
-    "two batches at once": {"enable_pdmux": True},
-    "two batches at once, overlapped": {"enable_two_batch_overlap": True},
-    "LoRA": {"enable_lora": True},
-    "hidden states to be returned": {"enable_return_hidden_states": True},
-    "torch.compile of the whole model": {"enable_torch_compile": True},
-    "log-probabilities that are a trainer's (rl_on_policy_target)": {"rl_on_policy_target": "fsdp"},
-    "prefill graphs that torch.compile makes": {
-        "cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="tc_piecewise"))
-    },
-    "the sampling backend 'mine'": {"sampling_backend": "mine"},
-}
+ARGUMENTS = {
+    "tp_size": 2, "pp_size": 2, "attn_cp_size": 2, "dcp_size": 2, "enable_dp_attention": True,
+    "enable_dp_lm_head": True, "speculative_algorithm": "EAGLE", "dllm_algorithm": "LowConfidence",
+    "disaggregation_mode": "decode", "enable_pdmux": True, "enable_two_batch_overlap": True, "enable_lora": True,
+    "enable_return_hidden_states": True, "enable_torch_compile": True, "rl_on_policy_target": "fsdp",
+    "sampling_backend": "mine",
+    "cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="tc_piecewise")),
+}  # fmt: skip
+STATE = {
+    "is_generation": False, "device": "cpu", "sampler": object(),
+    "model_config": SimpleNamespace(use_ngram_embedding=True),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("words", RUNNERS)
-def test_arguments_that_are_refused(words, monkeypatch, caplog):
-    said = refused_words(settings.PLUGIN, lambda: loaded(**RUNNERS[words]), monkeypatch, caplog)
-    assert said == words.split(", ")[0]
-
-
-@pytest.mark.parametrize(
-    ("words", "name", "value"),
-    [
-        ("the model does not generate", "is_generation", False),
-        ("the device is cpu, not an NVIDIA GPU", "device", "cpu"),
-        ("a sampler of another kind, object", "sampler", object()),
-        (
-            "a model that reads tokens as they are drawn",
-            "model_config",
-            SimpleNamespace(use_ngram_embedding=True),
-        ),
-    ],
-)
-def test_runners_that_are_refused(words, name, value):
+@pytest.mark.parametrize("name", [*ARGUMENTS, *STATE])
+def test_runners_that_are_refused(name):
     runner = fakes.ModelRunner(fakes.Model(V, D), fakes.server_args(cuda_graph_config=None))
     check_runner(runner, runner.server_args, fakes.Sampler)
-    setattr(runner, name, value)
-    with pytest.raises(Refused, match=f"^{re.escape(words)}$"):
+    setattr(runner.server_args if name in ARGUMENTS else runner, name, (ARGUMENTS | STATE)[name])
+    with pytest.raises(Refused):
         check_runner(runner, runner.server_args, fakes.Sampler)
 
 
@@ -768,24 +660,6 @@ def test_states_of_another_dtype_than_the_heads(graphs):
     for batch in (extend(reqs), decode(reqs)):
         step(runner, batch, states_of(len(batch.positions)))
     assert "a head of torch.float32" in counters(runner)["refused"]
-    assert model.__dict__["forward"] is forward
-
-
-def test_what_others_put_around_a_model_outlives_the_plug_in():
-    """A wrapper from before stays, and so does one from after, such as SGLang's one-kernel steps."""
-    runner = loaded(graphs=False)
-    ours = runner.model.forward
-
-    def after(*args):
-        return ours(*args)
-
-    runner.model.forward = after
-    runner.flashsampling.detach()
-    assert runner.model.forward is after
-    reqs = [Req(PROMPT, SamplingParams())]
-    tokens, output = step(runner, decode(reqs), states_of(1))
-    assert tokens.tolist() == [LEFT]
-    assert output.next_token_logits.shape == (1, V)
 
 
 def test_a_mask_that_is_held_with_its_grammar(newer):
@@ -876,7 +750,7 @@ def test_a_forward_of_no_rows_proves_nothing():
     runner = loaded(graphs=False)
     reqs: list[Req] = []
     step(runner, decode(reqs), states_of(0))
-    assert not runner.flashsampling._proven
+    assert not runner.flashsampling._is_proven
 
 
 @pytest.mark.parametrize("prompt_logprobs", [False, True])

@@ -4,7 +4,6 @@ the CPU.
 ``tests/integrations/vllm/test_real.py`` compares them with the real ones where vLLM is installed.
 """
 
-import abc
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
@@ -131,18 +130,8 @@ class Sampler:
         return SamplerOutput(ids, logprobs, None, sampled, rejected)
 
 
-class AsyncModelRunnerOutput(abc.ABC):
-    """Includes methods of newer releases."""
-
-    @abc.abstractmethod
-    def get_output(self) -> Any: ...
-
-    @abc.abstractmethod
-    def get_kv_connector_output(self) -> Any: ...
-
-
 @dataclasses.dataclass
-class AsyncOutput(AsyncModelRunnerOutput):
+class AsyncOutput:
     """Tokens (B, n), of which so many (B,) are a request's."""
 
     token_ids: Tensor
@@ -151,15 +140,14 @@ class AsyncOutput(AsyncModelRunnerOutput):
     def get_output(self) -> list[list[int]]:
         return [ids[:count] for ids, count in zip(self.token_ids.tolist(), self.counts.tolist())]
 
-    def get_kv_connector_output(self) -> str:
-        return "of a connector"
-
 
 class Runner:
     """vLLM's ``GPUModelRunner``, as far as it samples. Requests take the slots in ``free``, the last one first."""
 
     model_config: Any
     vllm_config: Any
+    dtype: torch.dtype
+    vocab_size: int
     use_pp: bool
     is_pooling_model: bool
     decode_query_len: int

@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from flashsampling.integrations.vllm.request_info import VllmRules, pack_mask
-from flashsampling.integrations.vllm.runner import summarize
+from flashsampling.integrations.vllm.request_info import pack_mask
 
 from . import fakes
 from .fakes import LEFT, SamplingParams
-from .test_step import LEFT_TO_VLLM, PROMPT, SERVED, SLOTS, D, V, expected, runner_of, states_of
+from .test_step import PROMPT, SERVED, SLOTS, D, V, expected, runner_of, states_of
 
 MOST, LONG = 3, 9  # drafts of a request; tokens that are decoded
 CONSTRAINED = ("plain", "top_k", "greedy", "repetition", "penalised_top_k")  # by a grammar
@@ -124,7 +123,7 @@ def test_tokens_are_those_without_drafts(model):
 
 
 def test_penalties_and_lengths_matter():
-    """Shows that the test above fails for a plug-in that forgets the drafts before a position."""
+    """Of the drafts before a position."""
     runner, plain = runner_of(most_drafts=MOST), runner_of(most_drafts=MOST)
     plain.model = runner.model
     params = SamplingParams(
@@ -147,8 +146,8 @@ def test_penalties_and_lengths_matter():
     "drafts", [{}, {"min_p": [11, 11], "fixed": [8, 8, 9], "words": [4], "greedy": [5]}], ids=["no drafts", "drafts"]
 )
 def test_a_split_batch(drafts):
-    """Requests with a seed are drawn here with their drafts, those that cannot be by vLLM with theirs, and with their
-    grammars; log-probabilities of both."""
+    """Requests with a seed are drawn here with their drafts and grammars, all others by vLLM; log-probabilities of
+    both."""
     runner = runner_of(most_drafts=MOST if drafts else 0)
     requests = {
         "seeded": (PROMPT, SamplingParams(seed=1, logprobs=2)),
@@ -167,20 +166,14 @@ def test_a_split_batch(drafts):
     masks = [pack_mask(V, [token], []) for token in (*fixed, *drafts.get("min_p", []), 11)]
     grammars = fakes.GrammarOutput(["fixed", "min_p"], np.stack(masks))
     output, num_sampled, num_rejected = runner.sample(states, batch, grammars)
-    ((left, grammar),) = runner.left
-    assert left == ["min_p", "words"]
-    assert grammar.structured_output_request_ids == ["min_p"]
-    assert np.array_equal(grammar.grammar_bitmask, masks[len(fixed) :])
+    assert runner.left == [(list(tokens), grammars)]
     ids = output.sampled_token_ids
     assert ids.shape == (5, MOST + 1 if drafts else 1)
     assert ids[1].tolist() == fixed
-    assert ids[[0, 3], 0].tolist() == [LEFT, LEFT]
-    for row, name in ((2, "seeded"), (4, "greedy")):
-        where = int(batch.logits_indices[bounds[row]])
-        assert (
-            ids[row, 0]
-            == expected(runner, states[where], requests[name][1], PROMPT, (), int(batch.positions[where])).token_ids
-        )
+    assert ids[[0, 3, 4], 0].tolist() == [LEFT] * 3
+    where = int(batch.logits_indices[bounds[2]])
+    alone = expected(runner, states[where], requests["seeded"][1], PROMPT, (), int(batch.positions[where]))
+    assert ids[2, 0] == alone.token_ids
     assert num_sampled.tolist() == [1, len(fixed), 0, 1, 1]
     assert num_rejected.tolist() == [len(drafts.get("min_p", [])), 0, 0, *([1, 1] if drafts else [0, 0])]
     found = output.logprobs_tensors
@@ -191,24 +184,10 @@ def test_a_split_batch(drafts):
     assert (found.selected_token_ranks[rows["words"]] == 3).all()
     assert found.logprob_token_ids[rows["fixed"], 0].tolist() == fixed
     assert found.logprob_token_ids[rows["seeded"], 0] == ids[2, 0]
-    assert found.logprobs[rows["seeded"]].isneginf().tolist() == [[False, False, False, True, True]]
+    torch.testing.assert_close(found.logprobs[rows["seeded"], 1:3], alone.top_logprobs, rtol=0, atol=1e-5)
     reasons = {"bad words of several tokens": 1, "min_p with top_p": 1}
-    counted = {"drafts": 4 if drafts else 0, "reasons": reasons, "undefined_rows": 0}
+    counted = {"drafts": 3 if drafts else 0, "reasons": reasons, "undefined_rows": 0}
     assert runner.flashsampling.counters() == {"fused": 0, "left": 0, "split": 1, **counted}
-
-
-@pytest.mark.parametrize("reason", ["min_p with top_p", "logprob_token_ids"])
-def test_what_is_left_to_vllm(reason):
-    """vLLM gets such a request with its drafts, and those of its batch mates."""
-    runner = runner_of(most_drafts=MOST)
-    runner.add(a=(PROMPT, LEFT_TO_VLLM[reason]), b=(PROMPT, SamplingParams()))
-    runner.batch({"a": 3, "b": 3})
-    batch = runner.batch({"b": 1, "a": 1}, {"a": [1, 2]})
-    output, num_sampled, num_rejected = runner.sample(states_of(batch), batch, None)
-    assert output.sampled_token_ids[:, 0].tolist() == [LEFT, LEFT]
-    assert (num_sampled.tolist(), num_rejected.tolist()) == ([1, 1], [0, 2])
-    assert runner.left == [(["b", "a"], None)]
-    assert runner.flashsampling.counters()["drafts"] == 0
 
 
 def test_rows_without_a_score():
@@ -247,11 +226,3 @@ def test_warm_up(monkeypatch):
     runner._dummy_sampler_run(torch.randn(8, D))
     assert rows == {32, 10}
     assert behind == [(MOST, MOST + 1, MOST + 1)] * 2
-
-
-def test_the_log_says_so(model):
-    head, rules = runner_of(model).flashsampling.step.head, VllmRules(V, raw_logprobs=True)
-    assert "drafts, up to 3 of a request, are accepted by matching; left to vLLM" in summarize(
-        head, rules, "streaming", 3
-    )
-    assert "drafts" not in summarize(head, rules, "streaming")

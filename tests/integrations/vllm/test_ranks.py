@@ -15,7 +15,6 @@ import torch.multiprocessing as mp
 
 import flashsampling.integrations.vllm.runner as plugin
 from flashsampling import open_groups, ops
-from flashsampling.integrations.engine.graphs import _Recording
 from flashsampling.integrations.engine.head import Layers
 from flashsampling.integrations.engine.request_info import RequestState
 from flashsampling.integrations.vllm import Refused, counters
@@ -140,13 +139,7 @@ ASKED = SamplingParams(
     seed=1, top_p=0.5, logprobs=0, presence_penalty=0.5, logit_bias={3: 1.0}, allowed_token_ids=[*range(99)]
 )
 DIFFERENT = {  # what rank 1's request has instead, and what the error says
-    "top_p": ({"top_p": 0.75}, ["top_p"]),
-    "logprobs": ({"logprobs": 2}, ["top_logprobs"]),
     "no logprobs": ({"logprobs": None}, ["return_logprobs", "top_logprobs"]),
-    "penalty": ({"presence_penalty": 0.25}, ["presence_penalty"]),
-    "bias": ({"logit_bias": {3: 2.0}}, ["logit_bias"]),
-    "allowed": ({"allowed_token_ids": [3]}, ["token_mask"]),
-    "top_k": ({"top_k": 5}, ["top_k"]),
     "seed": ({"seed": None}, ["seed"]),
 }
 
@@ -197,21 +190,6 @@ def warm_up_that_fails(rank, chosen):
     assert "no room" in counters(SimpleNamespace(model_runner=runner))["refused"]
 
 
-def different_drafts(rank):
-    """They agree on every token, and would accept so many each."""
-    runner = runner_of("plain", RANKS, 112, dist.group.WORLD, MOST)
-    runner.add(a=(PROMPT, SamplingParams(seed=1)), b=(PROMPT, SamplingParams(seed=2)))
-    runner.batch({"a": 3, "b": 3})
-    said = []
-    for drafts in ([7, 8 if rank == 1 else 9], [7]):
-        batch = runner.batch({"a": 1, "b": 1}, {"b": drafts})
-        with pytest.raises(TensorParallelMismatch) as raised:
-            runner.sample(states_of(batch), batch, None)
-        said.append((raised.value.rank, raised.value.failure.differs))
-    runner.shutdown()
-    return said
-
-
 def different_drafts_in_the_last_step(rank, group):
     """Over a transport whose steps cannot raise themselves. Tokens of the step are 0, which a draft is on one rank; as
     many on both, and who waits for them is told, for there is no next step."""
@@ -228,14 +206,13 @@ def different_drafts_in_the_last_step(rank, group):
     output = runner.sample_tokens(None)
     with pytest.raises(TensorParallelMismatch) as raised:
         output.get_output()
-    assert output.get_kv_connector_output() == "of a connector"
     runner.execute_model_state = None
     assert runner.sample_tokens(None) is None
     said = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PLUGIN.logger, "error", lambda *words: said.append(str(words[-1])))
         runner.shutdown()
-    return raised.value.failure.differs, output.inner.get_output(), len(said)
+    return raised.value.failure.differs, type(output).get_output(output), len(said)
 
 
 def recording_that_fails(rank, group):
@@ -257,7 +234,7 @@ def recording_that_fails(rank, group):
                 graphs.replays += 1
                 ids.copy_(work().ids)
 
-            return _Recording(replay, SampleResult(ids), work)
+            return replay, SampleResult(ids)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tp._transport, "_capturing", lambda: True)
             patch.setattr(ops, "_run_and_exchange", fails)
@@ -300,7 +277,6 @@ def rank_main(rank, folder, queue):
         results["drafts"] = repr(found[1])
         results["last step"] = different_drafts_in_the_last_step(rank, pair)
         results["recording"] = recording_that_fails(rank, pair)
-    results["different drafts"] = different_drafts(rank)
     for chosen in ("require", "auto"):
         warm_up_that_fails(rank, chosen)
     results["different"] = different_ranks(rank)
@@ -338,7 +314,6 @@ def test_ranks(tmp_path):
     assert results[0]["drafts"] == results[1]["drafts"]  # every bit that is printed
     assert results[0]["recording"] == results[1]["recording"]
     assert results[0]["last step"] == results[1]["last step"] == (("draft_token_ids",), [[0], [0]], 1)
-    assert all(each["different drafts"] == [(1, ("draft_token_ids",))] * 2 for each in results.values())
 
 
 def check_steps(steps, wanted):

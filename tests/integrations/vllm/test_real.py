@@ -33,19 +33,16 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData
-from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu import buffer_utils, warmup
 from vllm.v1.worker.gpu.input_batch import (
     InputBatch,
-    combine_sampled_and_draft_tokens,
-    expand_idx_mapping,
     get_num_sampled_and_rejected,
 )
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample import sampler as sampler_module
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -109,7 +106,7 @@ class Runner(FusedRunner, GPUModelRunner):
         head = find_head(model, D, torch.float32, CPU, layers)
         slots = OwnState(SLOTS, VllmRules(V, raw_logprobs=True))
         step = VllmStep(head, self.sampler, slots, CPU, None, most_drafts)
-        vllm = Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected, AsyncModelRunnerOutput)
+        vllm = Vllm(SamplerOutput, LogprobsTensors, get_num_sampled_and_rejected)
         self.flashsampling = VllmSampler(step, vllm)
 
     def add(self, **requests):
@@ -300,120 +297,6 @@ def test_the_distribution_is_that_of_vllms_sampler(chosen, monkeypatch):
     assert runner.flashsampling.counters()["fused"] == 60
     for name, tokens in zip(chosen, zip(*drawn)):  # enough of them to mean something
         assert len(set(tokens)) > 2, name
-
-
-def batch_with_drafts(runner, drafts):
-    """Returns the next step of these requests, which have their prompts and a token more, with these drafts, by vLLM's
-    kernels."""
-    names, state = list(drafts), runner.req_states
-    slots = np.array([state.req_id_to_index[name] for name in names], np.int32)
-    numbers = np.array([len(each) for each in drafts.values()], np.int32)
-    bounds = np.concatenate(([0], (numbers + 1).cumsum())).astype(np.int32)
-    there, cu_num_logits = torch.from_numpy(slots), torch.from_numpy(bounds)
-    for slot, each in zip(slots, drafts.values()):
-        state.draft_tokens[slot, : len(each)] = torch.tensor(each)
-    lengths = torch.from_numpy(state.prefill_len.np[slots] + numbers + 1)
-    input_ids = torch.full((64,), 7, dtype=torch.int32)
-    starts = cu_num_logits.clone()  # all tokens have logits
-    indices = combine_sampled_and_draft_tokens(
-        input_ids, there, state.last_sampled_tokens, starts, lengths, state.prefill_len.gpu, state.draft_tokens,
-        cu_num_logits, int(bounds[-1]),
-    )  # fmt: skip
-    expanded, local = expand_idx_mapping(there, int(bounds[-1]), cu_num_logits, state.draft_tokens.shape[1] + 1)
-    return dataclasses.replace(
-        batch_of(runner, names),
-        expanded_idx_mapping=expanded,
-        expanded_local_pos=local,
-        num_scheduled_tokens=numbers + 1,
-        num_tokens=int(bounds[-1]),
-        num_draft_tokens=int(numbers.sum()),
-        num_draft_tokens_per_req=numbers,
-        seq_lens=lengths,
-        num_computed_tokens_np=state.prefill_len.np[slots] + 2,  # the host believes in more
-        input_ids=input_ids,
-        positions=torch.cat([torch.arange(n + 1) + int(state.prefill_len.np[slot]) for n, slot in zip(numbers, slots)]),
-        logits_indices=indices,
-        cu_num_logits=cu_num_logits,
-        cu_num_logits_np=bounds,
-    )
-
-
-@pytest.mark.skipif(NEWER, reason="drafts are left to vLLM")
-@pytest.mark.parametrize("chosen", [list(KINDS)[:8], list(KINDS)[6:]])
-def test_drafts_are_processed_as_by_vllms_sampler(chosen, monkeypatch):
-    """At every position the log-probabilities of what is drawn are those of vLLM's logits there, and at a temperature
-    of 0 vLLM accepts the same drafts."""
-    runner = Runner(fakes.Model(V, D), most_drafts=3)
-    runner.add(**{name: (PROMPT, SamplingParams(**KINDS[name], seed=11, logprobs=2)) for name in chosen})
-    state, generator = runner.req_states, torch.Generator().manual_seed(0)
-    for slot in state.req_id_to_index.values():
-        state.last_sampled_tokens[slot] = 32
-    states = torch.randn(64, D, generator=generator)
-    best = runner.model.compute_logits(states).argsort(dim=-1, descending=True)
-    drafts, row = {}, 0
-    for i, name in enumerate(chosen):  # what is drawn where nothing is asked for, or one of it twice
-        drafts[name] = [int(best[row + (0 if i % 2 else j), 0]) for j in range((3, 1, 2, 3, 0)[i % 5])]
-        row += len(drafts[name]) + 1
-    batch = batch_with_drafts(runner, drafts)
-    states = states[:row]
-    step = runner.flashsampling.step
-    seen: dict[str, Any] = {}
-    draw = step.draw
-    monkeypatch.setattr(step, "draw", lambda each: seen.setdefault("out", draw(each)))
-
-    def processed():
-        return runner.sampler.apply_sampling_params(
-            runner.model.compute_logits(states), batch.expanded_idx_mapping, batch.idx_mapping_np, batch.positions,
-            batch.input_ids[batch.logits_indices], batch.expanded_local_pos,
-        ).double().log_softmax(-1)  # fmt: skip
-
-    def add_again():
-        """Reads the requests again: the step keeps their parameters while the batch stays."""
-        for name, slot in state.req_id_to_index.items():
-            step.add(slot, SamplingParams(**KINDS[name], logprobs=2), len(PROMPT))
-
-    wanted, drawn = processed(), set()
-    for offset in range(40):
-        seen.clear()
-        runner.sampler.sampling_states.seeds.np[:] = offset
-        add_again()
-        output, *_ = runner.sample(states, batch, None)
-        out = seen["out"][0]
-        drawn.add(tuple(out.token_ids.tolist()))
-        theirs = wanted.gather(1, out.token_ids[:, None])[:, 0].float()
-        torch.testing.assert_close(out.processed_logprobs, theirs, rtol=0, atol=1e-4)
-    assert len(drawn) == 40
-    assert output.logprobs_tensors.cu_num_generated_tokens == batch.cu_num_logits_np.tolist()
-    runner.sampler.sampling_states.temperature.np[:] = 0
-    add_again()
-    seen.clear()
-    runner.sampler.apply_staged_writes()  # which vLLM's sampler sees then too
-    # the interpreter has no libdevice; at a temperature of 0 the noise is not looked at
-    monkeypatch.setattr("vllm.v1.worker.gpu.sample.gumbel.tldevice", SimpleNamespace(log1p=lambda x: x))
-    monkeypatch.setattr(
-        "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils.tldevice", SimpleNamespace(log1p=lambda x: x)
-    )
-    settings_of_drafts = SimpleNamespace(num_speculative_tokens=3, rejection_sample_method="standard")
-    own = RejectionSampler(runner.sampler, settings_of_drafts, CPU)(runner.model.compute_logits(states), batch)
-    output, num_sampled, num_rejected = runner.sample(states, batch, None)
-    assert num_sampled.tolist() == own.num_sampled.tolist()
-    assert num_rejected.tolist() == own.num_rejected.tolist()
-    assert (num_sampled.dtype, num_rejected.dtype) == (own.num_sampled.dtype, own.num_rejected.dtype)
-    assert (output.sampled_token_ids.dtype, output.sampled_token_ids.shape) == (
-        own.sampled_token_ids.dtype, own.sampled_token_ids.shape
-    )  # fmt: skip
-    for mine, theirs, count in zip(
-        output.sampled_token_ids.tolist(), own.sampled_token_ids.tolist(), num_sampled.tolist()
-    ):
-        assert mine[:count] == theirs[:count]
-    assert len(set(num_sampled.tolist())) > 2
-    assert num_rejected.any()
-    got = output.logprobs_tensors
-    assert got.cu_num_generated_tokens == own.logprobs_tensors.cu_num_generated_tokens
-    for first, count in zip(batch.cu_num_logits_np, num_sampled.tolist()):
-        for place in range(first, first + count):
-            assert got.logprob_token_ids[place].tolist() == own.logprobs_tensors.logprob_token_ids[place].tolist()
-            torch.testing.assert_close(got.logprobs[place], own.logprobs_tensors.logprobs[place], rtol=0, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,12 @@ from torch import is_tensor
 import flashsampling
 from flashsampling import ops
 from flashsampling.exchange_protocol import WHOLE
+from flashsampling.inputs import SampleInputs
 from flashsampling.integrations.engine import step as engine_step
-from flashsampling.integrations.engine.graphs import Graphs, _Recording
+from flashsampling.integrations.engine.graphs import Graphs
 from flashsampling.integrations.engine.head import Layers
 from flashsampling.integrations.engine.kernel_variants import FILTERS, PENALTIES, default_rows
-from flashsampling.integrations.engine.request_info import FALLBACK_REASONS, RequestState
+from flashsampling.integrations.engine.request_info import FallbackReason, RequestState
 from flashsampling.integrations.vllm import Refused, counters, load
 from flashsampling.integrations.vllm import runner as plugin
 from flashsampling.integrations.vllm.batches import convert_batch
@@ -30,8 +31,10 @@ from flashsampling.integrations.vllm.head import find_head
 from flashsampling.integrations.vllm.request_info import VllmRules, pack_mask
 from flashsampling.integrations.vllm.runner import FusedRunner, Vllm, VllmSampler, check_runner, count_drafts
 from flashsampling.integrations.vllm.settings import KNOWN, PLUGIN
-from flashsampling.integrations.vllm.step import Grammar, VllmStep, read_counts
+from flashsampling.integrations.vllm.step import Grammar, VllmStep
 from flashsampling.outputs import SampleResult
+from flashsampling.param_parsers import BatchShape
+from flashsampling.sampling_params import parse_sampling_params
 from flashsampling.token_counts import num_token_groups
 
 from ..engine.refusals import refused_words
@@ -42,9 +45,7 @@ V, D, SLOTS = 331, 16, 8
 LAYERS = Layers(fakes.Processor, fakes.Embedding, fakes.Unquantized)
 PROMPT = [5, 31, 7, 7]
 SCALED = {"scale": 0.5, "soft_cap": 3.0}  # of a logits processor
-VLLM = Vllm(
-    fakes.SamplerOutput, fakes.LogprobsTensors, fakes.get_num_sampled_and_rejected, fakes.AsyncModelRunnerOutput
-)
+VLLM = Vllm(fakes.SamplerOutput, fakes.LogprobsTensors, fakes.get_num_sampled_and_rejected)
 
 
 class Whole(FusedRunner, fakes.Runner):
@@ -74,7 +75,7 @@ class GraphsOnCpu(Graphs):
                 if there is not None:
                     there.copy_(now)
 
-        return _Recording(replay, drawn, work)
+        return replay, drawn
 
 
 def graphs_of(slots, group=None):
@@ -245,7 +246,7 @@ def test_requests_come_and_go(name):
                 running.append(kind)
             rng.shuffle(running)
         if number == 20:  # vLLM loads another weight; a graph reads the one that it was recorded with
-            old = [] if step.graphs is None else [*step.graphs._recorded.values()]
+            old = [] if step.graphs is None else [*step.graphs._steps.values()]
             weight = step.head.layer.weight
             step.head.layer.weight = torch.nn.Parameter(weight.flip(0).clone(), requires_grad=False)
         batch = runner.batch({each: 1 if runner.lengths[each] else len(requests[each][0]) for each in running})
@@ -265,8 +266,6 @@ def test_requests_come_and_go(name):
         assert all(torch.equal(now.nan_to_num(), before.nan_to_num()) for now, before in last)
         tensors = [*vars(output).values(), *vars(output.logprobs_tensors or output).values()]
         last = [(each, each.clone()) for each in tensors if is_tensor(each)]
-        for params in step.batch_cache.params.values():  # counts are as large as logits
-            assert params.counts is None or not params.counts.untyped_storage().nbytes()
         for each, slot in zip(running, batch.idx_mapping.tolist()):  # as vLLM's ``post_update``, but many tokens
             outputs[each] += (counted := [(number * 37 + 3 * i) % V for i in range(60)])
             runner.sampler.penalties_state.output_bin_counts[slot, counted] += 1
@@ -276,10 +275,10 @@ def test_requests_come_and_go(name):
     if graphs:
         assert step.graphs.replays > 10
         assert old
-        assert not {*map(id, old)} & {*map(id, step.graphs._recorded.values())}
+        assert not {*map(id, old)} & {*map(id, step.graphs._steps.values())}
         mine, theirs = step.graphs.hidden_states.data_ptr(), buffers[0].data_ptr()
-        assert {states for *_, states, _ in step.graphs._recorded} == {mine, *([theirs] if room else [])}
-        assert {kind[0] for kind in step.graphs._recorded} <= {1, 2, 4, 8}
+        assert {states for *_, states, _ in step.graphs._steps} == {mine, *([theirs] if room else [])}
+        assert {kind[0] for kind in step.graphs._steps} <= {1, 2, 4, 8}
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -349,12 +348,11 @@ def test_rows_of_a_wide_mask_lie_as_ever():
         assert step.read_mask(batch._replace(grammar=grammar, positions=torch.zeros(rows))).stride() == (words, 1)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, TypeError])
-def test_a_graph_that_cannot_be_recorded(error, monkeypatch, caplog):
+def test_a_graph_that_cannot_be_recorded(monkeypatch, caplog):
     """The step is launched instead, and the log says so once."""
 
     def fails(work):
-        raise error("no room")
+        raise torch.OutOfMemoryError("no room")
 
     runner = runner_of(graphs=True)
     monkeypatch.setattr(runner.flashsampling.step.graphs, "_record", fails)
@@ -365,43 +363,41 @@ def test_a_graph_that_cannot_be_recorded(error, monkeypatch, caplog):
     assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
 
 
-@pytest.mark.parametrize("reason", LEFT_TO_VLLM)
-def test_tokens_do_not_depend_on_batch_mates(reason):
-    """A seeded token stays, and with ``VLLM_BATCH_INVARIANT`` a greedy one. vLLM's own logits have 16 bits, and often
-    another best token."""
-    model, mate = fakes.Model(V, D), (PROMPT, LEFT_TO_VLLM[reason])
-
-    def token(params, invariant, **mates):
-        runner = runner_of(model)
-        runner.flashsampling.step.state.rules = VllmRules(V, raw_logprobs=True, invariant=invariant)
-        runner.add(a=(PROMPT, params), **mates)
-        batch = runner.batch(dict.fromkeys(["a", *mates], 1))
-        states = torch.randn(8, D, generator=torch.Generator().manual_seed(0))
-        return int(runner.sample(states, batch, None)[0].sampled_token_ids[0])
-
-    for name, invariant, stays in (("top_k", False, True), ("greedy", True, True), ("greedy", False, False)):
-        alone = token(SERVED[name], invariant)
-        assert alone != LEFT
-        assert token(SERVED[name], invariant, b=mate) == (alone if stays else LEFT)
+def draw_tokens(runner, *names):
+    """Returns the tokens of a batch whose rows all have the same hidden states."""
+    batch = runner.batch(dict.fromkeys(names, 1))
+    states = states_of(batch)
+    states[:] = torch.randn(D, generator=torch.Generator().manual_seed(0))
+    return runner.sample(states, batch, None)[0].sampled_token_ids[:, 0].tolist()
 
 
 @pytest.mark.parametrize("reason", LEFT_TO_VLLM)
 def test_what_is_left_to_vllm(reason):
+    """With its batch mates, but for the token of a seed. In its slot the next request is fused."""
     runner = runner_of(vocab_size=2000) if "1024" in reason else runner_of()
-    runner.add(a=(PROMPT, LEFT_TO_VLLM[reason]), b=(PROMPT, SamplingParams()))
-    batch = runner.batch({"b": 4, "a": 4})
-    output, *_ = runner.sample(states_of(batch), batch, None)
-    assert output.sampled_token_ids.tolist() == [[LEFT], [LEFT]]
-    assert runner.left == [(["b", "a"], None)]
+    left, free = (PROMPT, LEFT_TO_VLLM[reason]), (PROMPT, SamplingParams())
+    runner.add(a=left, b=free, seeded=(PROMPT, SamplingParams(seed=1)))
+    (alone,) = draw_tokens(runner, "seeded")
+    assert draw_tokens(runner, "b", "a") == [LEFT, LEFT]
+    runner.lengths["seeded"] = 0  # again
+    assert draw_tokens(runner, "b", "seeded", "a") == [LEFT, alone, LEFT]
+    assert [names for names, _ in runner.left] == [["b", "a"], ["b", "seeded", "a"]]
     seen = runner.flashsampling.counters()
-    assert seen == {"fused": 0, "left": 1, "split": 0, "drafts": 0, "reasons": {reason: 1}, "undefined_rows": 0}
+    assert seen == {"fused": 1, "left": 1, "split": 1, "drafts": 0, "reasons": {reason: 2}, "undefined_rows": 0}
     runner.finish("a")
-    runner.add(c=(PROMPT, SamplingParams()))  # in its slot
-    batch = runner.batch({"c": 4, "b": 1})
-    states = states_of(batch)
-    runner.sample(states, batch, None)
-    assert len(runner.left) == 1
-    assert runner.flashsampling.counters()["fused"] == 1
+    runner.add(c=free)
+    draw_tokens(runner, "c", "b")
+    assert runner.flashsampling.counters()["fused"] == 2
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_greedy_tokens_do_not_depend_on_batch_mates(invariant):
+    """With ``VLLM_BATCH_INVARIANT``: vLLM's own logits have 16 bits, and often another best token."""
+    runner = runner_of()
+    runner.flashsampling.step.state.rules = VllmRules(V, raw_logprobs=True, invariant=invariant)
+    runner.add(a=(PROMPT, SERVED["greedy"]), b=(PROMPT, LEFT_TO_VLLM["min_p with top_p"]))
+    alone = draw_tokens(runner, "a")
+    assert draw_tokens(runner, "a", "b") == [*(alone if invariant else [LEFT]), LEFT]
 
 
 def test_vllms_warm_up_is_nobodys_reason():
@@ -423,10 +419,6 @@ def test_other_reasons():
     runner.add(a=(PROMPT, SamplingParams(logprobs=1)))
     batch = runner.batch({"a": 4})
     runner.sample(states_of(batch), batch, None)
-    drafts = runner_of()
-    drafts.add(a=(PROMPT, SamplingParams()))
-    batch = drafts.batch({"a": 4})
-    drafts.sample(states_of(batch), dataclasses.replace(batch, num_draft_tokens=2), None)
     grammar = runner_of()
     grammar.flashsampling.step.state.rules = VllmRules(V, raw_logprobs=True, min_tokens_respects_grammar=True)
     stops = SamplingParams(min_tokens=3, stop_token_ids=[5])
@@ -434,10 +426,9 @@ def test_other_reasons():
     for name, words in (("a", 11), ("b", 3), ("c", 11)):  # b's is too narrow
         batch = grammar.batch({"a": 1, "b": 1, "c": 1})
         grammar.sample(states_of(batch), batch, fakes.GrammarOutput([name], np.full((1, words), -1, np.int32)))
-    reasons = [list(each.flashsampling.counters()["reasons"]) for each in (runner, drafts, grammar)]
+    reasons = [list(each.flashsampling.counters()["reasons"]) for each in (runner, grammar)]
     assert reasons == [
         ["a logprobs_mode other than raw_logprobs"],
-        ["drafts"],
         ["logprobs with a grammar", "a grammar of another shape", "min_tokens with a grammar"],
     ]
 
@@ -463,12 +454,8 @@ def test_a_grammar_for_every_row(graphs):
 def test_unseeded_requests_have_seeds_of_their_own():
     runner = runner_of()
     runner.add(**{name: (PROMPT, SamplingParams(temperature=50.0)) for name in "abcdefgh"})
-    batch = runner.batch(dict.fromkeys("abcdefgh", 1))
-    states = states_of(batch)
-    states[:] = states[0]
-    first = runner.sample(states, batch, None)[0].sampled_token_ids[:, 0].tolist()
+    first, second = draw_tokens(runner, *"abcdefgh"), draw_tokens(runner, *"abcdefgh")
     assert len(set(first)) > 5
-    second = runner.sample(states, runner.batch(dict.fromkeys("abcdefgh", 1)), None)[0].sampled_token_ids[:, 0].tolist()
     assert first != second  # the position is the offset
 
 
@@ -667,45 +654,36 @@ def test_drafts_that_are_refused(where, value, why, loaded):
         count_drafts(loaded, Verifier)
 
 
-def test_a_newer_sampler_has_what_is_known(loaded):
-    known = {"logits_processors": [PenaltiesState()], "return_sampling_mask": False, "trace_replay_state": None}
-    vars(loaded.sampler).update(known)
-    check(loaded, None, NEWER)
-    for name, value in known.items():
-        delattr(loaded.sampler, name)
-        check(loaded, f"the sampler has no {name} here", NEWER)
-        setattr(loaded.sampler, name, value)
-
-
 @pytest.fixture
 def calls(monkeypatch):
-    """The arguments of every call of a step, with the group that it has."""
-    arguments, seen = VllmStep._arguments, []
+    """The sampling parameters of every launch or recording of a step."""
+    seen = []
 
-    def noted(step, *args):
-        seen.append((step.tp, request := arguments(step, *args)))
-        return request
+    def noted(*args, **rest):
+        seen.append((inputs := SampleInputs(*args, **rest)).params)
+        return inputs
 
-    monkeypatch.setattr(VllmStep, "_arguments", noted)
+    monkeypatch.setattr(engine_step, "SampleInputs", noted)
     return seen
 
 
-def test_warm_up_covers_all_arguments(calls, monkeypatch):
-    """Each argument of a step's call is of a kind that some call of the warm-up has; with ``test_kernel_variants`` its
+def test_warm_up_covers_all_parameters(calls, monkeypatch):
+    """Each parameter of a step is of a kind that some call of the warm-up has; with ``test_kernel_variants`` its
     kernels are there."""
 
-    def kinds(arguments):
-        for name, value in arguments.items():
-            parts = value if isinstance(value, tuple) else (value,)
-            yield name, *((each.dtype, each.ndim) for each in parts if isinstance(each, torch.Tensor))
-            if name == "logit_bias":
-                yield name, parts[0].shape[1]
+    def kinds(params):
+        for name in params.names():
+            value = getattr(params, name)
+            yield name, *((value.dtype, value.ndim) if is_tensor(value) else ())
+            if name == "bias_ids":
+                yield name, value.shape[1]
 
     warm: set[object] = set()
 
     def noted(weight, requests, **whole):
         for request in requests:
-            warm.update(kinds(request))
+            shape = BatchShape(5, len(weight), V, weight.device, 1)
+            warm.update(kinds(parse_sampling_params(request, shape)))
         return ["kernel"]
 
     monkeypatch.setattr(engine_step, "warmup_mixes", noted)
@@ -716,21 +694,21 @@ def test_warm_up_covers_all_arguments(calls, monkeypatch):
         runner.add(**{name: (PROMPT, SERVED[name]) for name in names})
         batch = runner.batch(dict.fromkeys(names, 1))
         runner.sample(states_of(batch), batch, None)
-    assert all(request.get("top_logprobs", 1) > 0 for _, request in calls)  # of none there would be another kernel
-    assert {kind for _, request in calls for kind in kinds(request)} == warm
+    assert {kind for params in calls for kind in kinds(params)} == warm
 
 
 def test_a_grammar_alone_is_a_mask_alone(calls):
     """A call has what its rows need: the Hopper kernel applies a mask and penalties in the launch that draws."""
     runner = runner_of()
     runner.add(a=(PROMPT, SERVED["plain"]), b=(PROMPT, SERVED["min_tokens"]), c=(PROMPT, SERVED["repetition"]))
-    penalties = {"token_counts", "repetition_penalty", "frequency_penalty", "presence_penalty"}
+    penalties = {"counts", "repetition_penalty", "frequency_penalty", "presence_penalty"}
     batch = runner.batch({"a": 4})
     runner.sample(states_of(batch), batch, fakes.GrammarOutput(["a"], np.full((1, 11), -1, np.int32)))
     for tokens in ({"a": 1}, {"c": 4}, {"a": 1, "c": 1}, {"b": 4}):
         batch = runner.batch(tokens)
         runner.sample(states_of(batch), batch, None)
-    assert [set(request) for _, request in calls] == [{"token_mask"}, set(), penalties, penalties, {"logit_bias"}]
+    biases = {"bias_ids", "bias_values"}
+    assert [{*params.names()} for params in calls] == [{"token_mask"}, set(), penalties, penalties, biases]
 
 
 class Group:
@@ -762,11 +740,7 @@ class Group:
 )
 def test_filters_that_ranks_ask_for(kinds, filters, graphs, calls, monkeypatch):
     """A filter that no drawn row has costs time and changes nothing."""
-
-    def unsharded(states, weight, *, tp, **request):
-        return flashsampling.sample(states, weight, **{"vocab_size": V, **request})
-
-    monkeypatch.setattr(engine_step, "sample", unsharded)
+    monkeypatch.setattr(engine_step, "sample", lambda *_, **__: None)
     monkeypatch.setattr(ops, "sample_sharded", lambda inputs, tp: ops.sample(inputs, ""))
     monkeypatch.setattr(engine_step, "warmup_mixes", lambda *_, **__: ["kernel"])
     runner, params = runner_of(), SERVED | {"greedy_top_k": SamplingParams(temperature=0.0, top_k=3)}
@@ -781,8 +755,8 @@ def test_filters_that_ranks_ask_for(kinds, filters, graphs, calls, monkeypatch):
     for _ in range(3):
         step_and_check(runner, kinds, requests)
     assert calls
-    for _, request in calls:
-        assert {*FILTERS} & {*request} == filters
+    for params in calls:
+        assert {*FILTERS} & {*params.names()} == filters
     assert not graphs or "bias" in kinds or recorded.replays == 2
 
 
@@ -809,18 +783,11 @@ def test_a_warm_up_that_fails(monkeypatch, caplog):
 
 def test_parameters_that_cannot_be_read():
     """Those of another vLLM than is known: vLLM draws for that request, and for the slot's next one the step does."""
-
-    class Unread:
-        def __getattr__(self, name):
-            raise AttributeError(name)
-
     runner = runner_of()
-    slots = runner.flashsampling.step.state
-    runner.flashsampling.step.add(2, Unread(), 4)
-    assert FALLBACK_REASONS[slots.reasons[2]] == "parameters that cannot be read"
-    assert (slots.batch_invariant[2], slots.needs[2]) == (False, 0)
-    runner.flashsampling.step.add(2, SamplingParams(seed=1), 4)
-    assert (FALLBACK_REASONS[slots.reasons[2]], slots.batch_invariant[2]) == ("served", True)
+    step, state = runner.flashsampling.step, runner.flashsampling.step.state
+    for params, reason in ((object(), FallbackReason.UNREADABLE), (SamplingParams(seed=1), FallbackReason.SERVED)):
+        step.add(2, params, 4)
+        assert (state.reasons[2], state.batch_invariant[2]) == (reason, reason == FallbackReason.SERVED)
 
 
 def test_counters_that_cannot_be_read_at_the_end(caplog):
@@ -832,21 +799,11 @@ def test_counters_that_cannot_be_read_at_the_end(caplog):
     assert "invalid literal" in caplog.text
 
 
-class Sealed(fakes.Runner):
-    """A fork's, whose class stays what it is."""
-
-    def __setattr__(self, name, value):
-        if name == "__class__":
-            raise TypeError("sealed")
-        super().__setattr__(name, value)
-
-
-@pytest.mark.parametrize("kind", [fakes.Runner, Sealed])
-def test_a_runner_is_fused_or_as_it_was(kind, monkeypatch, caplog):
-    """From the worker on, where nothing but the runner's own class has a say."""
+def test_a_runner_that_is_fused(monkeypatch, caplog):
+    """From the worker on."""
     gpu = {
         "input_batch": {"get_num_sampled_and_rejected": fakes.get_num_sampled_and_rejected},
-        "model_runner": {"GPUModelRunner": kind},
+        "model_runner": {"GPUModelRunner": fakes.Runner},
         "sample.output": {"SamplerOutput": fakes.SamplerOutput},
         "sample.sampler": {"Sampler": fakes.Sampler},
         "spec_decode.rejection_sampler": {"RejectionSampler": object},
@@ -857,8 +814,7 @@ def test_a_runner_is_fused_or_as_it_was(kind, monkeypatch, caplog):
     modules |= {f"vllm.model_executor.layers.{name}": names for name, names in layers.items()}
     modules["vllm"] = {"envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False)}
     modules["vllm.distributed"] = {"get_tp_group": None}
-    outputs = {"AsyncModelRunnerOutput": fakes.AsyncModelRunnerOutput, "LogprobsTensors": fakes.LogprobsTensors}
-    modules["vllm.v1.outputs"] = outputs
+    modules["vllm.v1.outputs"] = {"LogprobsTensors": fakes.LogprobsTensors}
     for name, names in modules.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
     monkeypatch.setenv("FLASHSAMPLING_VLLM_GRAPHS", "off")
@@ -866,22 +822,17 @@ def test_a_runner_is_fused_or_as_it_was(kind, monkeypatch, caplog):
     monkeypatch.setattr(PLUGIN, "check_signature", lambda *_: None)
     model = fakes.Model(V, D)
     monkeypatch.setattr(plugin, "find_head", lambda *_: find_head(model, D, torch.float32, torch.device("cpu"), LAYERS))
-    for name in ("check_runner", "check_head"):
+    for name in ("check_runner", "check_speed"):
         monkeypatch.setattr(plugin, name, lambda *_: None)
-    runner = kind(model, fakes.Sampler(SLOTS, V), [0])
+    runner = fakes.Runner(model, fakes.Sampler(SLOTS, V), [0])
     runner.vllm_config, runner.dtype = SimpleNamespace(speculative_config=None), torch.float32
     runner.model_config, runner.vocab_size = SimpleNamespace(get_hidden_size=lambda: D), V
-    worker, before = SimpleNamespace(use_v2_model_runner=True, model_runner=runner), dict(vars(runner))
-    if kind is Sealed:
-        assert refused_words(PLUGIN, lambda: load.attach(worker), monkeypatch, caplog) == "TypeError('sealed')"
-        assert (type(runner), vars(runner)) == (kind, before)
-        assert counters(worker) == {"refused": "TypeError('sealed')"}
-    else:
-        with caplog.at_level(logging.INFO, "vllm.flashsampling"):
-            load.attach(worker)
-        assert caplog.messages[0].startswith("flashsampling: LM head")
-        assert type(runner).__mro__[1:3] == (FusedRunner, kind)
-        assert counters(worker)["fused"] == 0
+    worker = SimpleNamespace(use_v2_model_runner=True, model_runner=runner)
+    with caplog.at_level(logging.INFO, "vllm.flashsampling"):
+        load.attach(worker)
+    assert caplog.messages[0].startswith("flashsampling: LM head")
+    assert type(runner).__mro__[1:3] == (FusedRunner, fakes.Runner)
+    assert counters(worker)["fused"] == 0
 
 
 @pytest.mark.parametrize("vocab_size", [331, 4096, 4097])
@@ -899,7 +850,8 @@ def test_counts_by_a_kernel(vocab_size, device):
     slots = torch.tensor([4, 0, 2, 3], dtype=torch.int32)
     penalties = [2.0, 1, 1, 1], [0, 0.5, 0, 0], [0, 0, 1.0, 0]
     rows = default_rows(4, slots.device) | dict(zip(PENALTIES, map(torch.tensor, penalties)))
-    wanted, _ = read_counts(state, slots, rows, vocab_size)
+    step = SimpleNamespace(sampler=SimpleNamespace(penalties_state=state), head=SimpleNamespace(vocab_size=vocab_size))
+    wanted, _ = VllmStep.read_counts(step, slots, rows)
     for row, slot in enumerate(slots.tolist()):
         counts = flashsampling.TokenCounts(1, vocab_size)
         bits = state.prompt_bin_mask[slot][:, None] >> torch.arange(32) & 1
