@@ -13,9 +13,8 @@ import functools
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,21 +28,22 @@ from ..sampling import check_kind
 from ..warmup import make_plan
 from . import capabilities
 from .device_thread import DeviceThread
-from .failures import TensorParallelError, abort_failure
+from .failures import TensorParallelError
 from .gloo import Gloo
 from .nccl import Nccl
 from .p2p import PeerToPeer, message_words
 from .rendezvous import RemoteError, Rendezvous
-from .serialization import record_from_json, record_to_json
-from .transport import Transport
+from .serialization import parse_record
+from .transport import SingleRank, Transport
 
+T = TypeVar("T")
 _LOOK_FOR_FAILURE = 0.1  # seconds
 # seconds for the first message, however short the time-out of steps is: NCCL makes its communicator in it
 _LEAST_TO_CONNECT = {"gloo": 15.0, "nccl": 60.0}
 
 
 class Construction:
-    """Constructs a group on this rank. ``run`` fills the attributes. A single rank has no rendezvous."""
+    """Constructs a group on this rank. ``run`` fills the attributes."""
 
     # as in ``TensorParallel``, or
     own: capabilities.RankCapabilities  # sizes and time-out are the same on all ranks
@@ -56,51 +56,40 @@ class Construction:
     transport_name: str
     shard: Shard  # for kernels
 
-    def __init__(self, group: dist.ProcessGroup | None, rendezvous: Rendezvous | None, store_host: int) -> None:
-        self._group, self._rendezvous, self._store_host = group, rendezvous, store_host
-        self.transport: Transport | None = None  # of several ranks
+    def __init__(self, group: dist.ProcessGroup | None, rendezvous: Rendezvous) -> None:
+        self._group, self._rendezvous = group, rendezvous
+        self.transport: Transport = SingleRank()
 
     def run(self, weight: Tensor, timeout: float | timedelta, options: dict[str, Any]) -> None:
         """Constructs the group. A collective call.
 
-        Raises what ``TensorParallel`` raises, but RemoteError for an exception of another rank. Cleans up first.
-        ``options``: the other arguments of ``TensorParallel``, by name. All are unchecked."""
-        try:
-            members = self._agree(weight, timeout, options)
-            self.impl = capabilities.choose_impl(members)
-            self.transport_name, no_p2p = capabilities.choose_transport(members, self.impl)
-            if self._rendezvous is not None:
-                no_p2p = self._make_transport(self._rendezvous, members, weight.device) or no_p2p
-            if no_p2p is not None:
-                message = f"transport 'p2p' cannot be used ({no_p2p}); it is {self.transport_name!r} instead"
-                warnings.warn(message, RuntimeWarning, stacklevel=3)
-            self.shard = Shard(self.first_token) if self.transport is None else self.transport.shard(self.first_token)
-            self._stage("the end of construction", lambda: self._compile(weight))
-        except BaseException as error:
-            if self.transport is not None:
-                assert self._rendezvous is not None
-                if isinstance(self.transport, Gloo) and not isinstance(error, RemoteError):
-                    # peers may be in their first step and learn of the failure there
-                    self.transport.declare(abort_failure(self._rendezvous.rank, error))
-                    self.transport.drain()
-                self.transport.close(True)  # no step has begun
-            raise
+        Raises what ``TensorParallel`` raises, but RemoteError for an exception of another rank. The caller closes
+        ``transport`` then. ``options``: the other arguments of ``TensorParallel``, by name. All are unchecked."""
+        members = self._agree(weight, timeout, options)
+        self.impl = capabilities.choose_impl(members)
+        self.transport_name, no_p2p = capabilities.choose_transport(members, self.impl)
+        if len(members) > 1:
+            no_p2p = self._make_transport(self._rendezvous, members, weight.device) or no_p2p
+        if no_p2p is not None:
+            message = f"transport 'p2p' cannot be used ({no_p2p}); it is {self.transport_name!r} instead"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+        self.shard = self.transport.shard(self.first_token)
+        self._stage("the end of construction", lambda: self._compile(weight))
 
-    def _stage(self, phase: str, work: Callable[[], bytes | None]) -> list[bytes]:
+    def _stage(self, phase: str, work: Callable[[], T], check: Callable[[Any], T] = lambda value: value) -> list[T]:
         """Returns the result of ``work`` on all ranks, which wait for each other while they live.
 
-        An exception of one rank reaches them all."""
-        rendezvous = self._rendezvous
-        with nullcontext() if rendezvous is None else rendezvous.heartbeat(phase):
-            payload = work() or b""
-        return [payload] if rendezvous is None else rendezvous.exchange(phase, payload)  # type: ignore[return-value]
+        An exception of one rank reaches them all. ``check``: as of ``Rendezvous.exchange``."""
+        with self._rendezvous.heartbeat():
+            value = work()
+        return self._rendezvous.exchange(phase, value, check)
 
     def _agree(
         self, weight: Tensor, timeout: float | timedelta, options: dict[str, Any]
     ) -> list[capabilities.RankCapabilities]:
         """Exchanges and checks capabilities. Returns those of all ranks, by rank."""
 
-        def describe() -> bytes:
+        def describe() -> capabilities.RankCapabilities:
             check_kind("weight", weight)
             if weight.is_meta:
                 raise TypeError("weight must hold values, got one on the meta device")
@@ -115,17 +104,11 @@ class Construction:
                 if not isinstance(options[name], str | None):
                     raise TypeError(f"{name} must be a str or None, got {type(options[name]).__name__}")
             backends = str(dist.get_backend_config(self._group))
-            return record_to_json(
-                capabilities.rank_capabilities(weight, parse_timeout(timeout), backends, **options)
-            ).encode()
+            return capabilities.rank_capabilities(weight, parse_timeout(timeout), backends, **options)
 
-        payloads = self._stage("construction", describe)
-        decode = functools.partial(record_from_json, capabilities.RankCapabilities)
-        if self._rendezvous is None:
-            rank, members = 0, [decode(payload) for payload in payloads]
-        else:
-            rank, members = self._rendezvous.rank, self._rendezvous.decode_payloads(decode, "construction", payloads)
-        ranges = capabilities.check(members)
+        check = functools.partial(parse_record, capabilities.RankCapabilities)
+        members = self._stage("construction", describe, check)
+        rank, ranges = self._rendezvous.rank, capabilities.check(members)
         self.own = members[rank]
         self.first_token, self.last_token = ranges[rank]
         self.ranges, self.vocab_size = ranges, max(last for _, last in ranges)
@@ -146,21 +129,14 @@ class Construction:
                 raise ValueError(f"transport='p2p' cannot be used ({why})")
             self.transport_name, _ = capabilities.choose_transport(members, self.impl, no_p2p=why)
 
-        def make() -> bytes | None:
-            if self.transport_name != "gloo":
+        def make() -> None:
+            if self.transport_name == "gloo":
+                self.transport = Gloo(self._group, rendezvous, rows, capacity, seconds)
+            else:
                 widest = max(last - first for first, last in self.ranges)
-                self.transport = Nccl(
-                    self._group, rendezvous, device, rows, capacity, widest, seconds, self._store_host
-                )
-                return None
-            self.transport = gloo = Gloo(self._group, rendezvous, rows, capacity, seconds)
-            closed = gloo.closed()
-            return None if closed is None else closed.encoded().encode()
+                self.transport = Nccl(self._group, rendezvous, device, rows, capacity, widest, seconds)
 
-        phase = "making buffers"
-        for payload in filter(None, self._stage(phase, make)):  # the first failure of any rank, on all ranks
-            failure = rendezvous.decode_failure(phase, payload)
-            raise failure.error(rendezvous.who(failure.rank), seconds)
+        self._stage("making buffers", make)
         made: Any = self.transport
         bound = max(seconds, _LEAST_TO_CONNECT[self.transport_name])
 
@@ -169,7 +145,7 @@ class Construction:
             first_message = functools.partial(made.connect, bound) if isinstance(made, Gloo) else made.connect
             connecting, until = DeviceThread(first_message, device), time.monotonic() + bound
             while not connecting.ends_within(_LOOK_FOR_FAILURE):
-                if rendezvous.next_has_ended():  # the exchange that follows raises the reason
+                if rendezvous.next_has_failed():  # the exchange that follows raises the reason
                     return
                 if isinstance(made, Nccl) and time.monotonic() > until:
                     raise TimeoutError(f"NCCL did not connect the ranks within {bound:g} s")
@@ -185,15 +161,14 @@ class Construction:
         try:
             rows, draws = self.own.max_batch_size, self.own.max_num_samples
             self.transport = PeerToPeer(rendezvous, device, capacity, self.own.timeout, rows, draws, self.vocab_size)
-            rendezvous.exchange("mapping peers' memory", b"")
+            rendezvous.exchange("mapping peers' memory")
             return None
         except TensorParallelError:
             raise
         except Exception as error:
-            agreed = error if isinstance(error, RemoteError) else rendezvous.fail("mapping peers' memory", error)
-            if self.transport is not None:
-                self.transport.close(True)
-                self.transport = None
+            agreed = error if isinstance(error, RemoteError) else rendezvous.fail(error)
+            self.transport.close(True)
+            self.transport = SingleRank()
             if not isinstance(agreed, RemoteError):
                 raise agreed from error
             if agreed.kind in ("OutOfMemoryError", "MemoryError"):
@@ -205,7 +180,7 @@ class Construction:
         backend = BACKENDS[self.impl]
         if not weight.is_cuda or not backend.compiles:
             return
-        shard = self.shard if self.transport is None else self.transport.dry_run_transport(self.first_token)
+        shard = self.transport.dry_run_transport(self.first_token)
         inputs = example(weight)._replace(vocab_size=self.last_token - self.first_token, shard=shard)
         with torch.cuda.device(weight.device):
             for num_samples in sorted({1, self.own.max_num_samples}):

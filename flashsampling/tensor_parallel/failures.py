@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .serialization import record_from_json, record_to_json
-
 HOW_TO_GO_ON = (
     "The group cannot be used any more: close it on every rank that lives and make a new one, "
     "see docs/tensor_parallel.md"
@@ -39,15 +37,6 @@ class Failure:
     step: int | None = None
     differs: tuple[str, ...] = ()
     what: str = ""
-
-    def encoded(self) -> str:
-        """Returns the failure as ASCII text, for a store."""
-        return record_to_json(self)
-
-    @staticmethod
-    def decoded(text: str | bytes) -> "Failure":
-        """Decodes what ``encoded`` wrote. Raises ``serialization.MalformedError`` for anything else."""
-        return record_from_json(Failure, text)
 
     def message(self, who: str, timeout: float) -> str:
         """Returns the failure as a sentence. ``who`` names the rank, ``timeout`` is in seconds."""

@@ -1,10 +1,10 @@
 """File-descriptor passing: ranks of one host pass memory over Unix sockets, whose names go through the rendezvous.
 
-Every process of the network namespace can send to such a socket. A rank accepts a descriptor only from a socket that a
-rank named, and only if the kernel says that the sender has this process's user (SO_PASSCRED, unix(7)).
+Every rank connects to the sockets of all others and sends its memory; a connection waits in the listener's queue, so no
+rank waits for another before it has sent. Every process of the network namespace can connect to such a socket. A rank
+sends memory to, and takes it from, processes of its own user alone, by the kernel's word (SO_PEERCRED, unix(7)).
 """
 
-import array
 import os
 import re
 import secrets
@@ -12,14 +12,13 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from typing import Any
 
 from .rendezvous import Rendezvous
 from .serialization import MalformedError
 
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user, group
-_ANCILLARY = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(struct.calcsize("i"))
-_NAMES = rb"\0flashsampling-[0-9a-z-]+"  # abstract names, which end with their sockets
-_LOOK_AGAIN = 0.05  # seconds between two looks for room in a queue and for a peer that gave up
+_LOOK_AGAIN = 0.05  # seconds between two looks for a peer that gave up
 _REASON_WAIT = 2.0  # seconds in which a rank that closed its socket posts its reason
 
 
@@ -35,34 +34,30 @@ def exchange_file_descriptors(exported: Callable[[], int], rendezvous: Rendezvou
         The peers' memory as file descriptors, by rank; the caller closes them.
 
     Raises:
-        RuntimeError: a peer's memory did not come, or came from another user's process, or this rank's could not be
-            sent. No descriptor is left open.
+        RuntimeError: a peer's memory did not come, or this rank's could not be sent, or a peer is a process of another
+            user. No descriptor is left open.
         OSError: no socket can be made, or sending fails.
     """
     descriptors: dict[int, int] = {}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as box:
-        box.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before a peer knows the name
-        box.bind(f"\0flashsampling-{secrets.token_hex(16)}")  # an abstract name
-        phase = "handing over memory"
-        payloads = rendezvous.exchange(phase, box.getsockname())
-        names = rendezvous.decode_payloads(_parse_name, phase, payloads)  # type: ignore[arg-type] # no rank is excused
-        others = {name: rank for rank, name in enumerate(names) if rank != rendezvous.rank}
-        own = exported()
+    with socket.socket(socket.AF_UNIX) as listener:
+        token = secrets.token_hex(16)
+        listener.bind(_address(token))
+        listener.listen()
+        tokens = rendezvous.exchange("handing over memory", token, _check_token)
+        others = [rank for rank in range(rendezvous.ranks) if rank != rendezvous.rank]
         until = time.monotonic() + seconds
-        unsent = dict(others)
-        gone: list[int] = []  # ranks without a socket; the others still get this rank's memory
+        own = exported()
         try:
-            while True:
-                gone += _send(box, own, unsent)
-                if gone and not unsent:
-                    raise _refused(rendezvous, gone[0])
-                if not unsent and len(descriptors) == len(others):
-                    break
-                _receive(box, others, descriptors)
-                if rendezvous.next_has_ended():
+            # the others still get this rank's memory
+            unreachable = [rank for rank in others if not _send(own, rendezvous.rank, rank, _address(tokens[rank]))]
+            if unreachable:  # that rank's own error says more, and comes soon
+                until = min(until, time.monotonic() + _REASON_WAIT)
+            while unreachable or len(descriptors) < len(others):
+                if rendezvous.next_has_failed():
                     raise RuntimeError("another rank could not hand over its memory")
                 if time.monotonic() > until:
-                    raise _refused(rendezvous, gone[0]) if gone else _late(others, descriptors, unsent, seconds)
+                    raise _late(others, descriptors, unreachable, seconds)
+                _receive(listener, until, others, descriptors)
         except BaseException:
             for descriptor in descriptors.values():
                 os.close(descriptor)
@@ -72,83 +67,72 @@ def exchange_file_descriptors(exported: Callable[[], int], rendezvous: Rendezvou
     return descriptors
 
 
-def _parse_name(payload: bytes) -> bytes:
-    """Checks the name of a peer's socket: the store may hold any path, and a process that listens there would get the
-    memory."""
-    if not re.fullmatch(_NAMES, payload):
+def _address(token: str) -> str:
+    """Returns an abstract name, which ends with its socket."""
+    return f"\0flashsampling-{token}"
+
+
+def _check_token(value: Any) -> str:
+    """Checks the name of a peer's socket: the store may hold anything."""
+    if not (isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value)):
         raise MalformedError("it is no name of a rank's socket")
-    return payload
+    return value
 
 
-def _send(
-    box: socket.socket,
-    descriptor: int,
-    unsent: dict[bytes, int],  # address -> rank; ranks that need no further attempt are removed
-) -> list[int]:
-    """Sends to all peers whose queue has room; a full queue (often of 10) does not block the others.
+def _user(connection: socket.socket) -> int:
+    """Returns the user of the process at the other end."""
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return user  # type: ignore[no-any-return]
 
-    Returns the ranks whose sockets do not exist."""
-    rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor)
-    gone = []
-    box.setblocking(False)
-    for name, rank in list(unsent.items()):
+
+def _send(descriptor: int, rank: int, to: int, address: str) -> bool:
+    """Sends this rank's memory to another one. Returns whether it has a socket, whose queue has room."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.setblocking(False)
         try:
-            box.sendmsg([b"memory"], [rights], 0, name)  # socket.send_fds takes an address and ignores it
-        except BlockingIOError:
-            continue
-        except ConnectionRefusedError:
-            gone.append(rank)
-        del unsent[name]
-    return gone
+            connection.connect(address)
+        except (ConnectionRefusedError, BlockingIOError):
+            return False
+        if _user(connection) != os.getuid():
+            users = f"a process of user {_user(connection)}, and this is user {os.getuid()}"
+            raise RuntimeError(f"rank {to} is {users}: ranks must run as one user")
+        socket.send_fds(connection, [str(rank).encode()], [descriptor])
+    return True
 
 
-def _refused(rendezvous: Rendezvous, rank: int) -> RuntimeError:
-    """Returns the error for a rank without a socket. Waits briefly for that rank's own error, which says more."""
-    until = time.monotonic() + _REASON_WAIT
-    while time.monotonic() < until:
-        if rendezvous.next_has_ended():
-            return RuntimeError("another rank could not hand over its memory")
-        time.sleep(_LOOK_AGAIN)
-    where = "it is gone, or in another network namespace (a container with a network of its own)"
-    return RuntimeError(f"the Unix socket of rank {rank} refused this rank's memory: {where}")
-
-
-def _late(
-    others: dict[bytes, int], descriptors: dict[int, int], unsent: dict[bytes, int], seconds: float
-) -> RuntimeError:
-    """Returns the error that names the straggler: a rank that sent nothing, else a rank whose queue stays full."""
-    silent = sorted(set(others.values()) - set(descriptors))
-    if silent:
-        return RuntimeError(f"no memory came from rank {silent[0]} within {seconds:g} s")
-    return RuntimeError(f"rank {min(unsent.values())} did not take this rank's memory within {seconds:g} s")
+def _late(others: list[int], descriptors: dict[int, int], unreachable: list[int], seconds: float) -> RuntimeError:
+    """Returns the error that names a rank without a socket, else one that sent nothing."""
+    if unreachable:
+        where = "it is gone, or in another network namespace (a container with a network of its own)"
+        return RuntimeError(f"the Unix socket of rank {unreachable[0]} refused this rank's memory: {where}")
+    silent = next(rank for rank in others if rank not in descriptors)
+    return RuntimeError(f"no memory came from rank {silent} within {seconds:g} s")
 
 
 def _receive(
-    box: socket.socket,
-    others: dict[bytes, int],  # address -> rank
-    descriptors: dict[int, int],  # rank -> its descriptor; one is added if it comes soon
+    listener: socket.socket,
+    until: float,  # how long to wait for a rank that has connected
+    others: list[int],
+    descriptors: dict[int, int],  # rank -> its descriptor; one is added if a rank connects soon
 ) -> None:
-    box.settimeout(_LOOK_AGAIN)
+    listener.settimeout(_LOOK_AGAIN)
     try:
-        _, ancillary, _, sender = box.recvmsg(16, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+        connection, _ = listener.accept()
     except TimeoutError:
         return
-    received, user = array.array("i"), None
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            received.frombytes(data[: len(data) - len(data) % received.itemsize])
-        elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(data) == _CREDENTIALS.size:
-            _, user, _ = _CREDENTIALS.unpack(data)
-    rank = others.get(sender) if sender else None
-    is_valid = rank is not None and rank not in descriptors and user == os.getuid() and len(received) == 1
-    if is_valid:
-        descriptors[rank] = received[0]  # type: ignore[index]
+    with connection:
+        if _user(connection) != os.getuid():
+            return
+        connection.settimeout(max(until - time.monotonic(), _LOOK_AGAIN))
+        try:
+            message, received, _, _ = socket.recv_fds(connection, 16, 1, socket.MSG_CMSG_CLOEXEC)
+        except (TimeoutError, ConnectionError):
+            return
+    rank = next((rank for rank in others if message == str(rank).encode()), None)
+    if rank is not None and received:
+        descriptors[rank] = received[0]
         return
     for descriptor in received:
         os.close(descriptor)
-    if rank is None or rank in descriptors:  # from no peer: any process of the host may write to the socket
-        return
-    if user != os.getuid():
-        users = f"a process of user {user}, and this is user {os.getuid()}"
-        raise RuntimeError(f"the memory of rank {rank} came from {users}: ranks must run as one user")
-    raise RuntimeError(f"the memory of rank {rank} came without its file descriptor: too many open files here?")
+    if rank is not None:
+        raise RuntimeError(f"the memory of rank {rank} came without its file descriptor: too many open files here?")

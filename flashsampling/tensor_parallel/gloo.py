@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..exchange_protocol import tokens_of
 from ..inputs import DraftChains, SampleInputs
-from ..sampling_params import DEFAULT_PARAMS, RANK_LOCAL_FIELDS
+from ..sampling_params import RANK_LOCAL_FIELDS
 from .failures import Failure, TensorParallelError, abort_failure
 from .message import FAILED, HASHED, HEADER, STEP, Hashes, difference
 from .rendezvous import Rendezvous
@@ -51,30 +51,19 @@ class Gloo(Transport):
         capacity: int,  # the most winners of a step
         seconds: float,  # how long to wait for a peer
     ) -> None:
-        self.skipped_calls = 0
         self._rendezvous, self._seconds = rendezvous, seconds
         self._rank, self._ranks = rendezvous.rank, rendezvous.ranks
         self._tag = _FIRST_TAG + rendezvous.number % 2**16 * 2  # messages; then those with logits
         self._hashes = Hashes(max_batch_size, torch.device("cpu"))
         self.room = self._message_room = capacity
         self._lane = 0  # 1: messages with logits
-        self._header = torch.zeros(HEADER, dtype=torch.int64, device="cpu")
-        self._steps = 0
+        self._steps = self._skipped_calls = 0
         self._time_left = seconds  # for the remaining messages of a step
         self._sent = False  # whether a message of the step has been sent
         self._failure: Failure | None = None
         self._drained = False
         # keep the object: the default group may be destroyed and made anew while this group is open
         self._connections: Any = group or dist.group.WORLD
-
-    def closed(self) -> Failure | None:
-        """Returns the failure that closed the process group's connections, if a step of this process noticed it."""
-        failure = _closed.get(self._connections)
-        if failure is None:
-            return None
-        why = "late there" if failure.kind == "timeout" else "at fault there"
-        what = f"gloo closed the process group's connections after a step before, as this rank was {why}: {_NEW_GROUP}"
-        return Failure("aborted", failure.rank, what=what)
 
     def connect(self, bound: float) -> None:
         """Exchanges a first message within ``bound`` seconds, to find closed connections.
@@ -87,44 +76,53 @@ class Gloo(Transport):
         peer = self._exchange(message, message.new_empty(self._ranks, len(message)), began + bound)
         if peer is not None and time.monotonic() - began < bound - _EARLY:
             what = f"its process group's connection to {self._rendezvous.who(peer)} is closed: {_NEW_GROUP}"
-            raise self._error(Failure("aborted", self._rank, what=what))
+            raise self._rendezvous.error(Failure("aborted", self._rank, what=what))
         if peer is not None:
-            raise self._error(Failure("timeout", peer, what="connecting"))
+            raise self._rendezvous.error(Failure("timeout", peer, what="connecting"))
 
-    def _error(self, failure: Failure) -> TensorParallelError:
-        return failure.error(self._rendezvous.who(failure.rank), self._seconds)
+    def set_skipped_calls(self, count: int) -> None:
+        """Implements ``Transport.set_skipped_calls``."""
+        self._skipped_calls = count
 
     def finish(self, out: Tensor, step: SampleInputs) -> Tensor:
         """Implements ``Transport.finish``. Raises the failure of this step on all ranks."""
         try:
             self.begin(step)
-            tokens = tokens_of(self._gathered_words(out.cpu())).to(out.device)
+            return tokens_of(self.all_gather(out, step))
         except BaseException as error:
             self.end(error)
             raise
-        if step.params is not DEFAULT_PARAMS or step.draft_hash is not None:  # clears the next step's header
-            self.end()
-        return tokens
 
     def begin(self, step: SampleInputs) -> None:
         """Implements ``Collectives.begin``."""
         self._time_left, self._sent = self._seconds, False
-        rows: dict[str, Any] = {name: _on_host(getattr(step, name)) for name in HASHED}
-        if step.params is not DEFAULT_PARAMS:
-            params = {
-                name: _on_host(getattr(step.params, name))
-                for name in step.params.names()
-                if name not in RANK_LOCAL_FIELDS
-            }
+        rows: dict[str, Any] = {name: _on_host(getattr(step, name)) for name in (*HASHED, "draft_hash")}
+        params = {
+            name: _on_host(getattr(step.params, name)) for name in step.params.names() if name not in RANK_LOCAL_FIELDS
+        }
+        if params:
             rows["params"] = step.params._replace(**params)
         if step.drafted is not None:
             rows["drafted"] = DraftChains(*map(_on_host, step.drafted))
-        rows["draft_hash"] = _on_host(step.draft_hash)
+        self._header = torch.zeros(HEADER, dtype=torch.int64, device="cpu")
         self._hashes.write(self._header, step._replace(**rows))
 
     def all_gather(self, words: Tensor, step: SampleInputs) -> Tensor:
         """Implements ``Collectives.all_gather``. Raises the failure of the step."""
-        return self._gathered_words(words.cpu()).to(words.device)
+        message = torch.zeros(HEADER + self.room, dtype=torch.int64, device="cpu")
+        message[:HEADER] = self._header
+        number, self._steps = self._steps + self._skipped_calls, self._steps + 1
+        message[STEP] = number
+        message[HEADER : HEADER + len(words)] = words
+        messages = torch.empty(self._ranks, len(message), dtype=torch.int64, device="cpu")
+        messages[self._rank] = message
+        failure = self._all_gather(message, messages, number) or difference(messages[:, :HEADER].tolist())
+        if failure is not None:
+            failure = self.declare(failure)
+            if failure.kind == "aborted":
+                self.drain()  # peers may wait for this rank, which has sent nothing
+            raise self._rendezvous.error(failure)
+        return messages[:, HEADER : HEADER + len(words)].to(words.device)
 
     def gather_logits(
         self, logits: Tensor, bias: Tensor | None, ranges: Sequence[tuple[int, int]], step: SampleInputs
@@ -143,25 +141,8 @@ class Gloo(Transport):
         """Implements ``Collectives.end``.
 
         If ``error`` comes after a message, the group fails: peers wait for the next one."""
-        self._hashes.clear(self._header)
         if error is not None and self._sent:
-            self._abort(error, self._steps + self.skipped_calls - 1)
-
-    def _gathered_words(self, words: Tensor) -> Tensor:
-        message = torch.zeros(HEADER + self.room, dtype=torch.int64, device="cpu")
-        message[:HEADER] = self._header
-        number, self._steps = self._steps + self.skipped_calls, self._steps + 1
-        message[STEP] = number
-        message[HEADER : HEADER + len(words)] = words
-        messages = torch.empty(self._ranks, len(message), dtype=torch.int64, device="cpu")
-        messages[self._rank] = message
-        failure = self._all_gather(message, messages, number) or difference(messages[:, :HEADER].tolist())
-        if failure is not None:
-            failure = self.declare(failure)
-            if failure.kind == "aborted":
-                self.drain()  # peers may wait for this rank, which has sent nothing
-            raise self._error(failure)
-        return messages[:, HEADER : HEADER + len(words)]
+            self._abort(error, self._steps + self._skipped_calls - 1)
 
     def _all_gather(self, message: Tensor, messages: Tensor, step: int) -> Failure | None:
         """Exchanges the message with all peers.

@@ -3,8 +3,8 @@
 import functools
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -25,7 +25,7 @@ from .construction import Construction, parse_timeout
 from .device_thread import DeviceThread
 from .failures import Failure, TensorParallelError, abort_failure
 from .rendezvous import RemoteError, Rendezvous
-from .serialization import MalformedError, from_bytes, to_bytes
+from .serialization import MalformedError, to_text
 from .sharding import process_group, rank_and_size
 from .store import open_store
 from .transport import Collectives, SingleRank, Transport
@@ -119,31 +119,33 @@ class TensorParallel:
         self._global_ranks = None if self._group is None else dist.get_process_group_ranks(self._group)
         self._closed = False
         self._skipped_calls = 0
-        self._transport: Transport | None = None
-        self._rendezvous: Rendezvous | None = None
-        if self.world_size > 1:
-            bound = _USUAL_TIMEOUT  # if this rank's time-out is invalid, it must still tell its peers
-            with suppress(Exception):
-                bound = given if 0 < (given := parse_timeout(timeout)) <= capabilities.MAX_TIMEOUT else bound
-            connect = functools.partial(open_store, self._group)
-            self._rendezvous = Rendezvous(connect, self.rank, self.world_size, bound, self._who, self._store_host())
+        bound = _USUAL_TIMEOUT  # if this rank's time-out is invalid, it must still tell its peers
+        with suppress(Exception):
+            bound = given if 0 < (given := parse_timeout(timeout)) <= capabilities.MAX_TIMEOUT else bound
+        connect = dist.HashStore if self.world_size == 1 else functools.partial(open_store, self._group)
+        # the rank whose process holds the process group's store, unless the launcher's process holds it
+        host = self._global_ranks.index(0) if self._global_ranks and 0 in self._global_ranks else 0
+        self._rendezvous = Rendezvous(connect, self.rank, self.world_size, bound, self._who, host)
+        self._transport: Transport = SingleRank()
         options = {"first_token": first_token, "vocab_size": vocab_size, "transport": transport, "impl": impl}
         options |= {"max_batch_size": max_batch_size, "max_num_samples": max_num_samples}
-        making = Construction(self._group, self._rendezvous, self._store_host())
+        making = Construction(self._group, self._rendezvous)
         try:
             with torch.inference_mode(False):  # buffers made in inference mode could not be written outside it
                 making.run(weight, timeout, options)
         except BaseException as error:
-            if self._rendezvous is not None and not isinstance(error, RemoteError):
+            if not isinstance(error, RemoteError):
                 # peers that do not raise the same error learn of it in the next stage or in their first step
+                self._rendezvous.fail(error)
                 self._rendezvous.declare(abort_failure(self.rank, error))
-                self._rendezvous.fail("construction", error)
-            self._end(all_done=True)
+            self._transport = making.transport
+            self._end(all_done=True)  # no step has begun
             if not isinstance(error, RemoteError):
                 raise
             if error.kind in ("ValueError", "TypeError"):
                 raise ValueError(str(error)) from None
-            raise self._error(Failure("aborted", error.rank, what=f"{error.kind}: {error.message}")) from None
+            failure = Failure("aborted", error.rank, what=f"{error.kind}: {error.message}")
+            raise self._rendezvous.error(failure) from None
         self.weight_shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
         self.first_token, self.last_token, self.vocab_size = making.first_token, making.last_token, making.vocab_size
         self.num_rows, self._ranges, own = making.num_rows, making.ranges, making.own
@@ -173,15 +175,15 @@ class TensorParallel:
             try:
                 self._wait_for_stream()
             except RuntimeError as error:
-                failure = self._failure()
-                if failure is None and collective and self._transport is not None:
+                failure = self._transport.failure()
+                if failure is None and collective:
                     self._transport.declare(abort_failure(self.rank, error))
                 if failure is None:
                     raise
-                raise self._error(failure) from error
+                raise self._rendezvous.error(failure) from error
         self.raise_if_unusable()
         if collective:
-            self._collective("a collective check", b"")
+            self._collective("a collective check")
 
     def _wait_for_stream(self) -> None:
         """Waits until the current stream is done or the group has failed."""
@@ -192,7 +194,7 @@ class TensorParallel:
             now = time.monotonic()
             if now - looked > _LOOK_FOR_FAILURE:
                 looked = now
-                if self._failure() is not None:
+                if self._transport.failure() is not None:
                     return
             time.sleep(pause)
             pause = min(pause * 1.5, 1e-3)
@@ -216,48 +218,34 @@ class TensorParallel:
             TensorParallelError: a rank did not come, the group has failed, or the store holds bytes that no rank
                 writes.
         """
-        phase = "a broadcast"
         if error is not None:
-            if self._rendezvous is not None:
-                self.raise_if_unusable()
-                self._rendezvous.fail(phase, error)
+            self.raise_if_unusable()
+            self._rendezvous.fail(error)
             raise error
+        own = values if self.rank == 0 else None, dict(must_match or {})
         try:
-            payload = to_bytes((values if self.rank == 0 else None, dict(must_match or {})))
+            to_text(own)
         except Exception as not_encodable:  # take part all the same, or peers would take the next call for this one
             return self.broadcast(None, not_encodable)
-        payloads = self._collective(phase, payload)
-        if self._rendezvous is None:
-            decoded = [_decode_broadcast(payload) for payload in payloads]
-        else:
-            try:
-                decoded = self._rendezvous.decode_payloads(_decode_broadcast, phase, payloads)
-            except TensorParallelError as malformed:
-                raise self._fail(malformed) from malformed
-        for name in decoded[0][1]:
-            by_rank = [fields.get(name) for _, fields in decoded]
-            if any(value != by_rank[0] for value in by_rank):
-                raise ValueError(f"{name} must be the same on all ranks, got {capabilities.by_rank(by_rank)}")
-        return decoded[0][0]
+        by_rank = self._collective("a broadcast", own, _check_broadcast)
+        for name in by_rank[0][1]:
+            given = [fields.get(name) for _, fields in by_rank]
+            if any(value != given[0] for value in given):
+                raise ValueError(f"{name} must be the same on all ranks, got {capabilities.by_rank(given)}")
+        return by_rank[0][0]
 
-    def _collective(self, phase: str, payload: bytes) -> list[bytes]:
+    def _collective(
+        self, phase: str, value: Any = None, check: Callable[[Any], Any] = lambda value: value
+    ) -> list[Any]:
         self.raise_if_unusable()
-        if self._transport is None or self._rendezvous is None:
-            return [payload]
         try:
-            return self._rendezvous.exchange(phase, payload, failure=self._transport.failure)  # type: ignore[return-value]
+            return self._rendezvous.exchange(phase, value, check, self._transport.failure)
         except RemoteError as error:
             raise ValueError(str(error)) from None
         except TensorParallelError as error:
-            raise self._fail(error) from error
-
-    def _fail(self, error: TensorParallelError) -> TensorParallelError:
-        """Declares the error's failure. Returns the group's error: that of an earlier failure if there was one."""
-        if self._transport is None:
-            return error
-        failure = self._transport.declare(error.failure)
-        self._transport.drain()
-        return self._error(failure)
+            failure = self._transport.declare(error.failure)
+            self._transport.drain()
+            raise self._rendezvous.error(failure) from error
 
     def close(self) -> None:
         """Frees the buffers once all ranks are here and their devices are done. A collective call; calling twice is
@@ -267,8 +255,8 @@ class TensorParallel:
         rank that failed, and keeps buffers that this rank, or an all-gather that hangs, may still touch.
 
         Raises:
-            TensorParallelTimeout: a rank did not come within ``timeout``, and the group had not failed before. The
-                group is closed all the same.
+            TensorParallelError: the group failed while it closed, TensorParallelTimeout where a rank did not come
+                within ``timeout``. The group is closed all the same.
         """
         if self._closed:
             return
@@ -283,8 +271,6 @@ class TensorParallel:
     def _agree_to_close(self) -> bool:
         """Returns whether all ranks are here and their devices are done with the buffers."""
         transport, rendezvous = self._transport, self._rendezvous
-        if transport is None or rendezvous is None:
-            return self._wait_for_device()
         transport.drain()
         with rendezvous.heartbeat():
             done = self._wait_for_device()
@@ -293,21 +279,22 @@ class TensorParallel:
             # gloo and p2p may learn of it only in their next step
             return transport.failure() or rendezvous.try_declared()
 
-        def excused() -> Sequence[int]:
+        def culprit() -> int | None:
             transport.drain()  # a rank that is missing may wait for its device
             failed = failure()
-            return () if failed is None else (failed.rank,)
+            return None if failed is None else failed.rank
 
-        failed_before = failure() is not None
+        if failure() is not None:
+            with suppress(TensorParallelError):
+                return rendezvous.close(done, culprit)
+            return False
         try:
-            payloads = rendezvous.exchange("closing", b"done" if done else b"busy", excused=excused)
+            done = rendezvous.close(done, culprit)
         except TensorParallelError as error:
-            rendezvous.leave("closing")  # a rank that was in another call closes later and need not wait for this one
-            if failed_before:
-                return False
-            raise self._error(transport.declare(error.failure)) from error
-        rendezvous.finish(sum(payload is not None for payload in payloads))
-        return all(payload == b"done" for payload in payloads)
+            raise rendezvous.error(transport.declare(error.failure)) from error
+        if (failed := failure()) is not None:
+            raise rendezvous.error(failed)
+        return done
 
     def _wait_for_device(self) -> bool:
         """Waits for the device, but not for long once the group has failed. Returns whether the device is done."""
@@ -315,17 +302,17 @@ class TensorParallel:
             return True
         waiting = DeviceThread(lambda: torch.cuda.synchronize(self.device), self.device)
         while not waiting.ends_within(_LOOK_FOR_FAILURE):
-            if self._failure() is not None and not waiting.ends_within(_DRAIN_AFTER_FAILURE):
+            if self._transport.failure() is not None and not waiting.ends_within(_DRAIN_AFTER_FAILURE):
                 return False
         return waiting.error is None
 
     def _end(self, all_done: bool) -> None:
+        goes_on = False
         try:
-            if self._transport is not None:
-                self._transport.close(all_done)
+            goes_on = self._transport.close(all_done)
         finally:
-            if self._rendezvous is not None:
-                self._rendezvous.end()
+            if not goes_on:
+                self._rendezvous.store.end()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorParallel":
         """Returns itself: only all ranks together can make another group, and copies of a module share this one."""
@@ -348,10 +335,9 @@ class TensorParallel:
             return
         self._closed = True
         open_groups.remove(self.name)
-        if self._transport is not None and self._rendezvous is not None:
-            self._transport.declare(abort_failure(self.rank, error))
-            self._transport.drain()
-            self._rendezvous.leave("closing")
+        self._transport.declare(abort_failure(self.rank, error))
+        self._transport.drain()
+        self._rendezvous.leave()
         self._end(all_done=False)
 
     def __repr__(self) -> str:
@@ -388,9 +374,8 @@ class TensorParallel:
     @skipped_calls.setter
     def skipped_calls(self, count: int) -> None:
         self._skipped_calls = count
-        if self._transport is not None:
-            with suppress(RuntimeError):  # from a broken device; the exception of the call says more
-                self._transport.skipped_calls = count
+        with suppress(RuntimeError):  # from a broken device; the exception of the call says more
+            self._transport.set_skipped_calls(count)
 
     def count_skipped_call(self) -> None:
         """Counts a call with this group that took no part in a step."""
@@ -403,8 +388,7 @@ class TensorParallel:
 
     def compare(self, step: SampleInputs) -> None:
         """Compares parameters and draft hash before the launch of a step that runs as a plain one."""
-        if self._transport is not None:
-            self._transport.compare(step._replace(vocab_size=self.vocab_size))
+        self._transport.compare(step._replace(vocab_size=self.vocab_size))
 
     def finish(
         self,
@@ -412,8 +396,6 @@ class TensorParallel:
         step: SampleInputs,
     ) -> Tensor:
         """Returns token ids from a kernel's output: packed winners, or token ids if the kernel did the exchange."""
-        if self._transport is None:
-            return out
         if step.params is not DEFAULT_PARAMS:  # parameters are those of the whole vocabulary
             step = step._replace(vocab_size=self.vocab_size)
         return self._transport.finish(out, step)
@@ -422,13 +404,13 @@ class TensorParallel:
         """Runs a step whose rows need the whole vocabulary's logits, or one with drafts for rejection sampling.
 
         ``step.params`` are those of the whole vocabulary."""
-        if self._transport is None and step.drafted is None:
+        if self.world_size == 1 and step.drafted is None:
             return backend.run(step)
-        return filtered_sampling.draw(self._part(self._transport or SingleRank(), backend), step)
+        return filtered_sampling.draw(self._part(self._transport, backend), step)
 
     def dry_run(self, backend: Backend, step: SampleInputs) -> SampleResult:
         """Runs ``draw`` without other ranks, to compile its kernels. The result has no meaning."""
-        if self._transport is None:
+        if self.world_size == 1:
             return backend.run(step)
         if backend.runs_on_shard(step):
             return backend.run(step._replace(shard=self._transport.dry_run_transport(self.first_token)))
@@ -450,41 +432,30 @@ class TensorParallel:
                 is not in this block.
         """
         self.raise_if_unusable()
-        phase = "the end of what ranks do by themselves"
-        with nullcontext() if self._rendezvous is None else self._rendezvous.heartbeat(phase):
+        with self._rendezvous.heartbeat():
             yield
-        self._collective(phase, b"")
+        self._collective("the end of what ranks do by themselves")
 
     def raise_if_unusable(self) -> None:
         """Raises if the group is closed or a step has failed. Makes no device call."""
         if self._closed:
             raise ValueError("tp must be open, it has been closed")
-        if self._transport is not None and (failure := self._transport.failure()) is not None:
+        if (failure := self._transport.failure()) is not None:
             self._transport.drain()
-            raise self._error(failure)
+            raise self._rendezvous.error(failure)
 
     def raise_if_failed(self) -> None:
         """Raises if a step has failed. Makes no device call and drains nothing, so any thread may call it."""
-        if (failure := self._failure()) is not None:
-            raise self._error(failure)
-
-    def _failure(self) -> Failure | None:
-        return None if self._transport is None else self._transport.failure()
-
-    def _error(self, failure: Failure) -> TensorParallelError:
-        return failure.error(self._who(failure.rank), self._rendezvous.seconds if self._rendezvous else self.timeout)
+        if (failure := self._transport.failure()) is not None:
+            raise self._rendezvous.error(failure)
 
     def _who(self, rank: int) -> str:
         return f"rank {rank}" + ("" if self._global_ranks is None else f" (global rank {self._global_ranks[rank]})")
 
-    def _store_host(self) -> int:
-        """Returns the rank whose process holds the process group's store, unless the launcher's process holds it."""
-        return self._global_ranks.index(0) if self._global_ranks and 0 in self._global_ranks else 0
 
-
-def _decode_broadcast(payload: bytes) -> tuple[Any, dict[str, Any]]:
+def _check_broadcast(value: Any) -> tuple[Any, dict[str, Any]]:
     """Returns a rank's values and the fields that must match."""
-    decoded = from_bytes(payload)
-    if not (isinstance(decoded, tuple) and len(decoded) == 2 and isinstance(decoded[1], dict)):
-        raise MalformedError("a broadcast is values and fields that must match")
-    return decoded
+    match value:
+        case (values, dict(fields)):
+            return values, fields
+    raise MalformedError("a broadcast is values and fields that must match")

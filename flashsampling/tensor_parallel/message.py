@@ -72,19 +72,14 @@ class Hashes:
         parameters their words stay as they are: ``clear`` left them 0."""
         if step.params is not DEFAULT_PARAMS or step.drafted is not None or step.draft_hash is not None:
             self._write_params(header, step)
-        batch, temperature = step.hidden_states.shape[0], step.temperature
+        batch = step.hidden_states.shape[0]
         header[BATCH].fill_(batch)  # one kernel, where an assignment is two
         header[NUM_SAMPLES].fill_(step.num_samples)
-        if isinstance(temperature, Tensor):
-            torch.sum((temperature + 0.0).view(torch.int32) * self.factors[: 2 * batch : 2], 0, out=header[TEMPERATURE])
-        else:
-            header[TEMPERATURE].fill_(_signed(temperature_bits(temperature) * self._sums[0][batch], 64))
-        for field, value in ((SEED, step.seed), (OFFSET, step.offset)):
-            if isinstance(value, Tensor):  # low half, high half
-                torch.sum(_halves(value) * self.factors[: 2 * batch], 0, out=header[field])
+        for field, value in ((TEMPERATURE, step.temperature), (SEED, step.seed), (OFFSET, step.offset)):
+            if isinstance(value, Tensor):
+                torch.sum(self._terms(value), 0, out=header[field])
             else:
-                low, high = _signed(value, 32), _signed(value >> 32, 32)
-                header[field].fill_(_signed(low * self._sums[0][batch] + high * self._sums[1][batch], 64))
+                header[field].fill_(_signed(self._of_number(value, batch), 64))
 
     def _write_params(self, header: Tensor, step: SampleInputs) -> None:
         header[FIRST_PARAM:HEADER].zero_()
@@ -104,7 +99,7 @@ class Hashes:
         for name in step.params.names():
             field, value = _PARAM_WORDS[name], getattr(step.params, name)
             if not isinstance(value, Tensor):
-                yield field, self._of_number(value, step.hidden_states.shape[0]), None
+                yield field, _signed(self._of_number(value, step.hidden_states.shape[0]) + 1, 64), None
             elif name in RANK_LOCAL_FIELDS:
                 yield field, 1, None
             else:
@@ -126,24 +121,24 @@ class Hashes:
             torch.add(self._of_tensor(of_drafts), 1, out=fields[3])
 
     def _of_number(self, value: float, batch: int) -> int:
-        """Returns the hash of a number in every row."""
+        """Returns the hash of a number in every row, not yet modulo 2**64."""
         if isinstance(value, float):
-            low, high = temperature_bits(value), 0
-        else:
-            low, high = _signed(int(value), 32), _signed(int(value) >> 32, 32)
-        return _signed(low * self._sums[0][batch] + high * self._sums[1][batch] + 1, 64)
+            return temperature_bits(value) * self._sums[0][batch]
+        low, high = _signed(int(value), 32), _signed(int(value) >> 32, 32)
+        return low * self._sums[0][batch] + high * self._sums[1][batch]
 
     def _of_tensor(self, value: Tensor) -> Tensor:
         """Returns () int64, the hash of a tensor (B,) or (B, n), float32, int32 or int64. Integers of all dtypes
         have equal hashes."""
-        is_real = value.is_floating_point()
-        if is_real:
-            value = (value + 0.0).view(torch.int32)  # -0.0 becomes 0.0
         if value.dim() == 2:
-            value = self._of_columns(value)
-        elif is_real:
-            return (value * self.factors[: 2 * len(value) : 2]).sum()
-        return (_halves(value.long()) * self.factors[: 2 * len(value)]).sum()
+            value = self._of_columns((value + 0.0).view(torch.int32) if value.is_floating_point() else value)
+        return self._terms(value).sum()
+
+    def _terms(self, value: Tensor) -> Tensor:
+        """Returns int64 whose sum is the hash of a tensor (B,)."""
+        if value.is_floating_point():
+            return (value + 0.0).view(torch.int32) * self.factors[: 2 * len(value) : 2]  # -0.0 becomes 0.0
+        return _halves(value.long()) * self.factors[: 2 * len(value)]  # low half, high half
 
     def _of_columns(self, value: Tensor) -> Tensor:
         """Returns (B,) int64, the hashes of rows of integers (B, n)."""

@@ -140,10 +140,9 @@ class Nccl(Transport):
         capacity: int,  # the most winners of a step
         widest: int,  # tokens of the widest shard
         seconds: float,  # how long to wait for a peer
-        store_host: int = 0,  # as in ``Rendezvous``
     ) -> None:
         self._group, self._rendezvous, self._device, self._timeout = group, rendezvous, device, seconds
-        self._rank, self._ranks, self._store_host = rendezvous.rank, rendezvous.ranks, store_host
+        self._rank, self._ranks = rendezvous.rank, rendezvous.ranks
         self._hashes = Hashes(max_batch_size, device)
 
         def words(*shape: int) -> Tensor:
@@ -187,16 +186,10 @@ class Nccl(Transport):
             lane.send(lane.messages, lane.message)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # another thread and stream may have made the buffers
-        self._rendezvous.share()
         self._watchdog_thread.start()
 
-    @property
-    def skipped_calls(self) -> int:
-        """Implements ``Transport.skipped_calls``. The device's count follows in order of the current stream."""
-        return self._skipped_calls
-
-    @skipped_calls.setter
-    def skipped_calls(self, count: int) -> None:
+    def set_skipped_calls(self, count: int) -> None:
+        """Implements ``Transport.set_skipped_calls``. The device's count follows in order of the current stream."""
         self._skipped_calls = count
         self._count_skipped_call()
 
@@ -371,8 +364,8 @@ class Nccl(Transport):
         begun, ended, issued_now = (sum(counts) for counts in zip(small, bulk))
         return Heartbeat(begun, ended, 0, issued_now, int(knows), bulk.begun)
 
-    def close(self, all_done: bool) -> None:
-        """Implements ``Transport.close``."""
+    def close(self, all_done: bool) -> bool:
+        """Implements ``Transport.close``: the thread, if it has begun, goes on with the rendezvous and ends it."""
         self._all_done = all_done
         self._closed.set()
         self._woken.set()
@@ -381,9 +374,10 @@ class Nccl(Transport):
         elif self._watchdog_thread.ident is not None and self._bulk_group is not None:  # connected
             with contextlib.suppress(RuntimeError):
                 self._bulk_group.abort()  # nothing is in flight; ``shutdown`` waits for the other ranks'
+        return self._watchdog_thread.ident is not None
 
     def _run_watchdog(self) -> None:
-        watchdog = Watchdog(self._rendezvous, self._timeout, self._store_host)
+        watchdog = Watchdog(self._rendezvous, self._timeout)
         while not self._woken.wait(watchdog.period):
             if self._small.state_view[3]:
                 self.failure()
@@ -401,7 +395,7 @@ class Nccl(Transport):
                     break
                 self._join_bulk()
                 time.sleep(_LOOK_AFTER_FAILURE)
-        self._rendezvous.end()
+        self._rendezvous.store.end()
 
     def _join_bulk(self) -> None:
         if self._failure is not None:  # else the group was closed

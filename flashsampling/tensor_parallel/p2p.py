@@ -231,7 +231,6 @@ class PeerToPeer(Transport):
         self.rows_at_once: int = ranks * self._share_rows
         self._row_stride = -(-vocab_size // 4) * 4
         self._vocab_size = vocab_size
-        self._skipped_calls = 0
         self._rendezvous = rendezvous
         self._device = device
         self._failure: Failure | None = None
@@ -290,16 +289,10 @@ class PeerToPeer(Transport):
         while self._mappings:
             self._mappings.pop().end()
 
-    @property
-    def skipped_calls(self) -> int:
-        """Implements ``Transport.skipped_calls``. The device's count follows in order of the current stream."""
-        return self._skipped_calls
-
-    @skipped_calls.setter
-    def skipped_calls(self, count: int) -> None:
+    def set_skipped_calls(self, count: int) -> None:
+        """Implements ``Transport.set_skipped_calls``. The device's count follows in order of the current stream."""
         if torch.cuda.is_current_stream_capturing():  # a graph would repeat the write at every replay
             return
-        self._skipped_calls = count
         stream = torch.cuda.current_stream(self._device).cuda_stream
         with _current(self._context):
             _driver("cuStreamWriteValue64_v2", stream, self._table + 8 * protocol.TABLE_LEFT_OUT, count, 0)
@@ -422,12 +415,13 @@ class PeerToPeer(Transport):
         self._failure = self.failure() or failure
         return self._failure
 
-    def close(self, all_done: bool) -> None:
+    def close(self, all_done: bool) -> bool:
         """Implements ``Transport.close``."""
         with contextlib.suppress(RuntimeError), _current(self._context):  # of a broken device, where no kernel runs
             _write(self._table + 8 * protocol.TABLE_RANKS, [0])
             if all_done:
                 self._unmap()
+        return False
 
 
 def _to_failure(verdict: Verdict) -> Failure:

@@ -1,19 +1,19 @@
 """Collective calls over a process group's store that end within a bound, even if ranks fail.
 
 A process group's own collectives wait for its time-out, 10 to 30 minutes, and are undefined once a rank has left them.
-Here every exchange has a number. Each rank posts its payload, or an error, under that number and polls for the payloads
-of its peers. One key, the verdict, says how the exchange ended. The first rank that knows sets it by ``compare_set``,
-and all follow:
+Here every exchange has a number. Each rank posts its value under that number and polls for the values of its peers and
+for two keys that any rank may set. The first rank that sets one of them decides (``compare_set``), and all follow:
 
-    event                             set by                             result
-    all payloads are there            a rank that has seen them all      the payloads
-    a rank posted an error            the first rank that sees it        all raise it, with the rank's name
-    a rank does not come              the first rank that times out      all raise its name, and so does the late rank
-    ranks are in different calls      a rank that has seen all           all raise a mismatch
-    the group failed meanwhile        the first rank that knows          all raise that failure
+    event                             key              result
+    all values are there                               the values
+    a rank has an error instead       NUMBER/error     all raise it, with the rank's name
+    a rank does not come              failure          all raise its name, and so does the late rank
+    ranks are in different calls      failure          all raise a mismatch
+    the group failed meanwhile        failure          all raise that failure
 
-No rank therefore takes part in an exchange that another has given up, and all ranks have the same number afterwards.
-The next group has a key prefix of its own and works.
+An error ends one exchange, a failure all that follow: if all values come just as a rank gives up, the others learn of
+the failure in their next call. Every rank takes part in every exchange once, whatever the result, so all have the same
+number afterwards. The next group has a key prefix of its own and works.
 
 The store has no authentication. Values read from it are checked (``decode``), and a value that no rank writes ends in a
 TensorParallelError.
@@ -23,18 +23,17 @@ A rank that works between two exchanges (compiling, for example) posts heartbeat
 """
 
 import contextlib
-import json
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 from torch.distributed import Store
 
 from .failures import Failure, TensorParallelError
-from .serialization import MalformedError, from_json
+from .serialization import MalformedError, from_text, parse_record, to_text
 from .store import BoundedStore, StoreGoneError
 
 T = TypeVar("T")
@@ -71,98 +70,106 @@ class Rendezvous:
         who: Callable[[int], str] = "rank {}".format,  # a rank's name for messages
         store_host: int = 0,  # the rank whose process probably holds the store; it is named when the store is gone
     ) -> None:
-        self.rank, self.ranks, self.seconds, self.who, self._store_host = rank, ranks, seconds, who, store_host
+        self.rank, self.ranks, self.seconds, self.who, self.store_host = rank, ranks, seconds, who, store_host
         self.store = BoundedStore(connect, seconds)
         try:
             with self._store_errors():
-                key = f"groups/{rank}"  # not ``add``: on a value that is no number it closes the connection
+                key = f"groups/{rank}"
                 value = self.store.get(key)
                 self.number = 0 if value is None else self.decode(key, _parse_count, value)
-                self.store.set(key, str(self.number + 1).encode())
+                self.store.set(key, str(self.number + 1))
         except TensorParallelError:
             self.store.end()
             raise
         self.store.prefix = f"{self.number}/"
         self._exchanges = 0
-        self._users, self._lock = 1, threading.Lock()
 
     def exchange(
         self,
         phase: str,
-        payload: bytes,
+        value: Any = None,
+        check: Callable[[Any], T] = lambda value: value,
         failure: Callable[[], Failure | None] = lambda: None,
-        excused: Callable[[], Collection[int]] | None = None,
-    ) -> list[bytes | None]:
-        """Returns the payloads of all ranks; None for excused ranks that did not come.
+    ) -> list[T]:
+        """Returns the values of all ranks, by rank.
 
         Args:
             phase: name of the call; ranks must agree on it.
-            payload: this rank's payload.
-            failure: returns a failure of the group, which ends the exchange; it is polled.
-            excused: returns the ranks that need not come; it is polled. None: all must come.
+            value: this rank's value, of types that ``serialization.to_text`` takes.
+            check: returns what ``exchange`` returns for a rank's value. Raises MalformedError for a value that no rank
+                posts.
+            failure: returns a failure of the group that the store may not hold yet; it is polled.
 
         Raises:
-            RemoteError: a rank had an error instead of a payload.
+            RemoteError: a rank had an error instead of a value.
             TensorParallelError: a rank did not come, was in another exchange, or the group failed.
         """
-        number, self._exchanges = self._exchanges, self._exchanges + 1
-        with self._store_errors():
-            self.store.set(f"{number}/{self.rank}", _pack_payload(phase, False, payload))
-            seen = {self.rank: payload}
-            verdict = self._wait(number, phase, seen, failure, excused or tuple)
-            error = self._error_of(verdict)
-            if error is not None:
-                raise error
-            if excused is None and len(verdict["present"]) < self.ranks:
-                raise self._malformed(f"{number}/verdict", "it ended well without all ranks")
-            for rank in verdict["present"]:
-                if rank not in seen:
-                    key = f"{number}/{rank}"
-                    seen[rank] = self.decode(key, _unpack_payload, self.store.get(key) or b"")[2]
-            if len(verdict["present"]) == self.ranks and number:
-                # all ranks are here, so all have read the exchange before
-                self.store.delete(f"{number - 1}/{self.rank}")
-                if self.rank == 0:
-                    self.store.delete(f"{number - 1}/verdict")
-        return [seen[rank] if rank in verdict["present"] else None for rank in range(self.ranks)]
+        number = self._exchanges
+        values = self._exchange(phase, value, failure, None)
+        if number:  # all ranks are here, so all have read the exchange before
+            self.store.delete(f"{number - 1}/{self.rank}")
+        return [self.decode(f"{phase} of {self.who(rank)}", check, values[rank]) for rank in range(self.ranks)]
 
-    def fail(self, phase: str, error: BaseException) -> RemoteError | TensorParallelError:
+    def close(self, is_done: bool, culprit: Callable[[], int | None]) -> bool:
+        """Waits for all ranks to close the group, but for ranks that have left it and for the rank that made it fail
+        (``culprit``, which is polled).
+
+        Returns:
+            Whether all ranks are here and ``is_done`` on all of them.
+
+        Raises:
+            TensorParallelError: a rank did not come, or was in another exchange.
+        """
+
+        def excused() -> Collection[int]:
+            rank = culprit()
+            return [each for each in range(self.ranks) if each == rank or self._has_left(each)]
+
+        try:
+            values = self._exchange("closing", is_done, lambda: None, excused)
+        finally:
+            self.leave()
+        # the store host's process may end now, and the store with it
+        until = time.monotonic() + _LINGER
+        with contextlib.suppress(StoreGoneError):
+            while self.rank == self.store_host and time.monotonic() < until and not all(map(self._has_left, values)):
+                time.sleep(_POLL_AT_FIRST)
+        return all(values.get(rank) is True for rank in range(self.ranks))
+
+    def leave(self) -> None:
+        """Says that this rank closes the group by itself: no rank that closes waits for it. Never raises."""
+        with contextlib.suppress(StoreGoneError):
+            self.store.set(f"left/{self.rank}", "1")
+
+    def _has_left(self, rank: int) -> bool:
+        return self.store.get(f"left/{rank}") is not None
+
+    def fail(self, error: BaseException) -> RemoteError | TensorParallelError:
         """Takes part in the next exchange with an error, which ends it for all ranks at once.
 
         Returns:
-            The exception that all other ranks raise: for this error, or for an earlier one that had ended the exchange.
+            The exception that all other ranks raise: for this error, or for an earlier one.
         """
         number, self._exchanges = self._exchanges, self._exchanges + 1
-        verdict: dict[str, Any] = {"error": [self.rank, type(error).__name__, str(error)]}
-        if isinstance(error, TensorParallelError):  # all ranks raise the same
-            verdict = {"failure": error.failure.encoded()}
         try:
             with self._store_errors():
-                self.store.set(f"{number}/{self.rank}", _pack_payload(phase, True, json.dumps(verdict).encode()))
-                agreed = self._error_of(self._decide(number, verdict))
+                failure = self.declare(error.failure) if isinstance(error, TensorParallelError) else self.declared()
+                if failure is not None:
+                    return self.error(failure)
+                key, text = f"{number}/error", to_text((self.rank, type(error).__name__, str(error)))
+                return self.decode(key, self._parse_error, self.store.decide(key, text))
         except TensorParallelError as gone:
             return gone
-        return agreed or self._malformed(f"{number}/verdict", "it ended well without this rank")
 
-    def next_has_ended(self) -> bool:
-        """Returns whether the next exchange has already ended, because another rank has an error."""
-        return self.store.get(f"{self._exchanges}/verdict") is not None
-
-    def leave(self, phase: str) -> None:
-        """Takes part in the next two exchanges without waiting, for a rank that leaves the group. Never raises.
-
-        Two, because a peer may be in another call at the moment and close in the one after it."""
-        first, self._exchanges = self._exchanges, self._exchanges + 2
-        with contextlib.suppress(StoreGoneError):
-            for number in (first, first + 1):
-                self.store.set(f"{number}/{self.rank}", _pack_payload(phase, False, b""))
-            self.store.add("parted", 1)
+    def next_has_failed(self) -> bool:
+        """Returns whether the next exchange will raise, because another rank has an error."""
+        return self.store.get(f"{self._exchanges}/error") is not None or self.declared() is not None
 
     @contextlib.contextmanager
-    def heartbeat(self, phase: str | None = None) -> Iterator[None]:
+    def heartbeat(self) -> Iterator[None]:
         """Posts heartbeats while the block runs: peers wait for this rank as long as its process lives.
 
-        If ``phase`` names the next exchange, an exception in the block ends it for all ranks."""
+        An exception in the block ends the next exchange for all ranks."""
         ended = threading.Event()
 
         def beat() -> None:
@@ -170,7 +177,7 @@ class Rendezvous:
             with contextlib.suppress(StoreGoneError):
                 while not ended.is_set():
                     count += 1
-                    self.store.set(f"heartbeat/{self.rank}", str(count).encode())
+                    self.store.set(f"heartbeat/{self.rank}", str(count))
                     ended.wait(min(self.seconds / 4, 1.0))
 
         thread = threading.Thread(target=beat, name="flashsampling heartbeat", daemon=True)
@@ -178,10 +185,9 @@ class Rendezvous:
         try:
             yield
         except Exception as error:
-            if phase is not None:
-                agreed = self.fail(phase, error)
-                if isinstance(error, TensorParallelError):  # all ranks raise the same
-                    raise agreed from error
+            agreed = self.fail(error)
+            if isinstance(error, TensorParallelError):  # all ranks raise the same
+                raise agreed from error
             raise
         finally:
             ended.set()
@@ -190,7 +196,7 @@ class Rendezvous:
     def declare(self, failure: Failure) -> Failure:
         """Declares a failure for all ranks. Returns the one that was declared first. Never raises."""
         try:
-            return self.decode_failure("failure", self.store.decide("failure", failure.encoded()))
+            return self.decode("failure", self._parse_failure, self.store.decide("failure", to_text(failure)))
         except StoreGoneError:
             return failure
         except TensorParallelError as error:
@@ -202,7 +208,7 @@ class Rendezvous:
         A value that no rank writes is a failure of this rank."""
         text = self.store.get("failure")
         try:
-            return None if text is None else self.decode_failure("failure", text)
+            return None if text is None else self.decode("failure", self._parse_failure, text)
         except TensorParallelError as error:
             return error.failure
 
@@ -212,107 +218,74 @@ class Rendezvous:
             return self.declared()
         return None
 
-    def finish(self, present: int) -> None:
-        """Ends the last exchange, which ``present`` ranks took part in.
+    def error(self, failure: Failure) -> TensorParallelError:
+        """Returns the exception for a failure."""
+        return failure.error(self.who(failure.rank), self.seconds)
 
-        The store host's process may end now, and the store with it, so it waits until the others have read the
-        verdict."""
-        with contextlib.suppress(StoreGoneError):
-            parted = self.store.add("parted", 1)
-            until = time.monotonic() + _LINGER
-            while self.rank == self._store_host and parted < present and time.monotonic() < until:
-                time.sleep(_POLL_AT_FIRST)
-                parted = self.store.add("parted", 0)
-
-    def decode_payloads(self, decode: Callable[[bytes], T], phase: str, payloads: Sequence[bytes]) -> list[T]:
-        """Decodes the payloads of all ranks. Raises TensorParallelError for a payload that no rank writes."""
-        return [self.decode(f"{phase} of {self.who(rank)}", decode, payload) for rank, payload in enumerate(payloads)]
-
-    def decode(self, key: str, decode: Callable[[Any], T], value: bytes | str) -> T:
-        """Decodes a value of the store. Raises TensorParallelError where ``decode`` raises a MalformedError."""
+    def decode(self, key: str, decode: Callable[[Any], T], value: Any) -> T:
+        """Decodes a value of the store. Raises TensorParallelError where ``decode`` raises a MalformedError: this rank
+        gives up, because it cannot know which process wrote the value."""
         try:
             return decode(value)
         except MalformedError as error:
-            raise self._malformed(key, str(error)) from error
+            what = (
+                f"the process group's store holds what no rank wrote ({key}: {error}); who can write there: SECURITY.md"
+            )
+            raise self.error(Failure("aborted", self.rank, what=what)) from error
 
-    def _malformed(self, key: str, why: str) -> TensorParallelError:
-        """Returns the error of this rank, which gives up: it cannot know which process wrote the value."""
-        what = f"the process group's store holds what no rank wrote ({key}: {why}); who can write there: SECURITY.md"
-        failure = Failure("aborted", self.rank, what=what)
-        return TensorParallelError(failure.message(self.who(self.rank), self.seconds), failure)
-
-    def decode_failure(self, key: str, text: bytes | str) -> Failure:
-        """Decodes a failure of the store. Raises TensorParallelError for anything else."""
-        return self.decode(key, self._parse_failure, text)
-
-    def _parse_failure(self, text: bytes | str) -> Failure:
-        failure = Failure.decoded(text)
-        if not 0 <= failure.rank < self.ranks:
-            raise MalformedError(f"there is no rank {failure.rank}")
-        return failure
-
-    def share(self) -> None:
-        """Adds a user of the store. Each user calls ``end`` once."""
-        with self._lock:
-            self._users += 1
-
-    def end(self) -> None:
-        """Removes a user of the store. The store's thread ends with the last one."""
-        with self._lock:
-            self._users -= 1
-            last = self._users == 0
-        if last:
-            self.store.end()
+    def _exchange(
+        self,
+        phase: str,
+        value: Any,
+        failure: Callable[[], Failure | None],
+        excused: Callable[[], Collection[int]] | None,
+    ) -> dict[int, Any]:
+        """Returns the values of the ranks that came. ``excused`` returns the ranks that need not come; it is polled.
+        None: all must come, and a failure of the group ends the exchange."""
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        try:
+            with self._store_errors():
+                if not excused and (failed := self._failure(number, failure)) is not None:
+                    raise self.error(failed)
+                self.store.set(f"{number}/{self.rank}", to_text((phase, value)))
+                posts = self._wait(number, phase, failure, excused)
+                phases = {rank: posts[rank][0] for rank in sorted(posts)}
+                right = Counter(phases.values()).most_common(1)[0][0]  # a tie goes to the lowest rank's
+                odd = [rank for rank, other in phases.items() if other != right]
+                if odd:
+                    like = self.who(next(rank for rank, other in phases.items() if other == right))
+                    what = f"{phases[odd[0]]} where {like} called {right}"
+                    raise self.error(Failure("mismatch", odd[0], differs=("collective",), what=what))
+                return {rank: value for rank, (_, value) in posts.items()}
+        except TensorParallelError as error:
+            raise self.error(self.declare(error.failure)) from error.__cause__
 
     def _wait(
         self,
         number: int,
         phase: str,
-        seen: dict[int, bytes],
         failure: Callable[[], Failure | None],
-        excused: Callable[[], Collection[int]],
-    ) -> dict[str, Any]:
-        now = time.monotonic()
-        alive = dict.fromkeys(range(self.ranks), now)  # time of the last heartbeat
+        excused: Callable[[], Collection[int]] | None,
+    ) -> dict[int, tuple[str, Any]]:
+        """Returns the phase and the value of every rank that came."""
+        posts: dict[int, tuple[str, Any]] = {}
+        alive = dict.fromkeys(range(self.ranks), time.monotonic())  # time of the last heartbeat
         beats: dict[int, bytes | None] = {}
-        phases = {self.rank: phase}
         unserved = self.store.seconds  # extra seconds that the store may take to answer
         looked, pause = -math.inf, _POLL_AT_FIRST  # the first look only records old heartbeats
         while True:
             began = time.monotonic()
-            key = f"{number}/verdict"
-            verdict = self.store.get(key)
-            if verdict is not None:
-                return self.decode(key, self._verdict, verdict)
-            for rank in [rank for rank in range(self.ranks) if rank not in seen]:
+            failed = None if excused else self._failure(number, failure)
+            for rank in range(self.ranks):
                 key = f"{number}/{rank}"
-                value = self.store.get(key)
-                if value is None:
-                    continue
-                try:
-                    peer_phase, is_error, payload = self.decode(key, _unpack_payload, value)
-                    error = self.decode(key, self._verdict, payload) if is_error else None
-                    if error is not None and "present" in error:
-                        raise self._malformed(key, "an error cannot be a good end")
-                except TensorParallelError as malformed:
-                    return self._give_up(number, malformed.failure)
-                if error is not None:
-                    return self._decide(number, error)
-                seen[rank], phases[rank] = payload, peer_phase
-            failed = failure()
+                if rank not in posts and (value := self.store.get(key)) is not None:
+                    posts[rank] = self.decode(key, _parse_post, value)
+            need_not_come = excused() if excused else ()
+            missing = [rank for rank in range(self.ranks) if rank not in posts and rank not in need_not_come]
+            if not missing:  # not even a failure counts then, which a faster rank may have declared since
+                return posts
             if failed is not None:
-                return self._give_up(number, failed)
-            need_not_come = excused()
-            missing = [rank for rank in range(self.ranks) if rank not in seen and rank not in need_not_come]
-            if not missing:
-                # the phase of most ranks; a tie goes to the lowest rank's
-                right = Counter(phases[rank] for rank in sorted(phases)).most_common(1)[0][0]
-                odd = [rank for rank in sorted(phases) if phases[rank] != right]
-                if odd:
-                    like = self.who(min(rank for rank in phases if phases[rank] == right))
-                    what = f"{phases[odd[0]]} where {like} called {right}"
-                    return self._give_up(number, Failure("mismatch", odd[0], differs=("collective",), what=what))
-                return self._decide(number, {"present": sorted(seen)})
+                raise self.error(failed)
             if began - looked > self.seconds / 4:
                 looked = began
                 for rank in missing:
@@ -326,64 +299,44 @@ class Rendezvous:
                 alive = {rank: since + spared for rank, since in alive.items()}
             late = [rank for rank in missing if now - alive[rank] > self.seconds]
             if late:
-                return self._give_up(number, Failure("timeout", late[0], what=phase))
+                raise self.error(Failure("timeout", late[0], what=phase))
             time.sleep(pause)
             pause = min(pause * 1.5, _POLL_AT_MOST)
 
-    def _error_of(self, verdict: dict[str, Any]) -> RemoteError | TensorParallelError | None:
-        if "error" in verdict:
-            return RemoteError(*verdict["error"])
-        if "failure" in verdict:
-            failure = self.decode_failure("verdict", verdict["failure"])
-            return failure.error(self.who(failure.rank), self.seconds)
-        return None
+    def _failure(self, number: int, failure: Callable[[], Failure | None]) -> Failure | None:
+        """Returns the group's failure, if there is one. Raises a rank's error in the exchange."""
+        failed = failure() or self.declared()
+        key = f"{number}/error"
+        error = self.store.get(key)  # read last: a rank that declares a failure too sets the error before it
+        if error is not None:
+            raise self.decode(key, self._parse_error, error)
+        return failed
 
-    def _decide(self, number: int, verdict: dict[str, Any]) -> dict[str, Any]:
-        key = f"{number}/verdict"
-        return self.decode(key, self._verdict, self.store.decide(key, json.dumps(verdict)))
+    def _parse_failure(self, text: bytes) -> Failure:
+        failure = parse_record(Failure, from_text(text))
+        if not 0 <= failure.rank < self.ranks:
+            raise MalformedError(f"there is no rank {failure.rank}")
+        return failure
 
-    def _verdict(self, text: bytes) -> dict[str, Any]:
-        """Parses a verdict: {"present": ranks}, {"error": [rank, class, message]} or {"failure": ...}."""
-        verdict = from_json(text)
-        kind = next(iter(verdict)) if isinstance(verdict, dict) and len(verdict) == 1 else None
-        if kind == "error":
-            error = verdict["error"]
-            kinds = [type(each) for each in error] if isinstance(error, list) else []
-            if kinds != [int, str, str] or not 0 <= error[0] < self.ranks:
-                raise MalformedError("it is no error of a rank of this group")
-        elif kind == "present":
-            ranks = verdict["present"]
-            if not isinstance(ranks, list) or ranks != [rank for rank in range(self.ranks) if rank in ranks]:
-                raise MalformedError("present are no ranks of this group")
-        elif kind == "failure" and isinstance(verdict["failure"], str):
-            self._parse_failure(verdict["failure"])
-        else:
-            raise MalformedError("it is no verdict")
-        return verdict  # type: ignore[no-any-return]
-
-    def _give_up(self, number: int, failure: Failure) -> dict[str, Any]:
-        return self._decide(number, {"failure": failure.encoded()})
+    def _parse_error(self, text: bytes) -> RemoteError:
+        match from_text(text):
+            case (int(rank), str(kind), str(message)) if 0 <= rank < self.ranks:
+                return RemoteError(rank, kind, message)
+        raise MalformedError("it is no error of a rank of this group")
 
     @contextlib.contextmanager
     def _store_errors(self) -> Iterator[None]:
         try:
             yield
         except StoreGoneError as error:
-            failure = Failure("aborted", self._store_host, what=str(error))
-            raise TensorParallelError(failure.message(self.who(self._store_host), self.seconds), failure) from error
+            raise self.error(Failure("aborted", self.store_host, what=str(error))) from error
 
 
-def _pack_payload(phase: str, is_error: bool, payload: bytes) -> bytes:
-    return f"{phase}\n{int(is_error)}\n".encode() + payload
-
-
-def _unpack_payload(value: bytes) -> tuple[str, bool, bytes]:
-    parts = value.split(b"\n", 2)
-    try:
-        phase, is_error, payload = parts
-        return phase.decode(), {b"0": False, b"1": True}[is_error], payload
-    except (ValueError, KeyError):  # fewer lines; no UTF-8; another flag
-        raise MalformedError("it is no phase, flag and payload") from None
+def _parse_post(text: bytes) -> tuple[str, Any]:
+    match from_text(text):
+        case (str(phase), value):
+            return phase, value
+    raise MalformedError("it is no phase and value")
 
 
 def _parse_count(value: bytes) -> int:

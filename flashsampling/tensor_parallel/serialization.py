@@ -1,16 +1,13 @@
-"""Serialises values that ranks exchange outside of steps, as JSON whose every field is checked when it is read.
+"""Serialises values that ranks exchange outside of steps, as JSON that is checked when it is read.
 
 A process group's store has no authentication: any process that reaches its port can write any bytes under any key. The
 package therefore never unpickles, evaluates or imports a value of the store. Bytes that no rank writes end in a
 MalformedError.
 """
 
-import base64
-import binascii
 import json
-import math
 import types
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -32,71 +29,62 @@ class MalformedError(ValueError):
     """Bytes that no rank writes."""
 
 
-def from_json(data: bytes | str) -> Any:
-    """Parses JSON. Raises MalformedError for anything else."""
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number of too many digits, too deep
-        raise MalformedError(f"it is no JSON ({type(error).__name__})") from None
+def to_text(value: Any) -> str:
+    """Encodes a value as ASCII text for ``from_text``.
 
-
-def record_to_json(record: Any) -> str:
-    """Encodes a dataclass as ASCII text, for ``record_from_json``."""
-    return json.dumps(asdict(record))
-
-
-def record_from_json(kind: type[T], data: bytes | str) -> T:
-    """Decodes a dataclass whose fields are str, int, float, None, Literal, or tuples and dictionaries of these.
-
-    Raises:
-        MalformedError: a field is missing, unknown or of another type.
-    """
-    values, hints = from_json(data), get_type_hints(kind)
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    if not isinstance(values, dict) or sorted(values) != sorted(names):
-        raise MalformedError(f"a {kind.__name__} has the fields {', '.join(names)}")
-    wrong = [name for name in names if not _fits(values[name], hints[name])]
-    if wrong:
-        name = wrong[0]
-        raise MalformedError(f"{name} of a {kind.__name__} must be {hints[name]}, got {type(values[name]).__name__}")
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Returns whether a JSON value fits a type annotation."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return value in arguments
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, argument) for argument in arguments)
-    if origin is tuple:
-        return isinstance(value, list) and all(_fits(each, arguments[0]) for each in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(each, arguments[1]) for each in value.values())
-    return type(value) in ((int, float) if kind is float else (kind,))
-
-
-def to_bytes(value: Any) -> bytes:
-    """Encodes a value for ``from_bytes``.
-
-    Takes None, bools, numbers, strings, tensors on the CPU, and lists, tuples and dictionaries of these.
+    Takes None, bools, numbers, strings, tensors on the CPU, and lists, tuples and dictionaries of these; a dataclass as
+    the dictionary of its fields.
 
     Raises:
         TypeError: the value holds another type.
         ValueError: the value contains itself, or is too deep.
     """
     try:
-        return json.dumps(_described(value)).encode()
+        return json.dumps(_described(value))
     except RecursionError:
         raise ValueError("values must not contain themselves, nor be hundreds of levels deep") from None
 
 
-def from_bytes(data: bytes) -> Any:
-    """Decodes bytes of ``to_bytes``. Raises MalformedError for other bytes."""
+def from_text(text: bytes | str) -> Any:
+    """Decodes a text of ``to_text``. Raises MalformedError for anything else."""
     try:
-        return _restored(from_json(data))
-    except RecursionError:
-        raise MalformedError("it is too deep") from None
+        return _restored(json.loads(text))
+    except MalformedError:
+        raise
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number of too many digits, too deep
+        raise MalformedError(f"it is no JSON ({type(error).__name__})") from None
+
+
+def parse_record(kind: type[T], value: Any) -> T:
+    """Makes a dataclass of the dictionary of its fields, which are str, int, float, None, Literal, or tuples and
+    dictionaries of these.
+
+    Raises:
+        MalformedError: a field is missing, unknown or of another type.
+    """
+    hints = get_type_hints(kind)
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    if not isinstance(value, dict) or value.keys() != set(names):
+        raise MalformedError(f"a {kind.__name__} has the fields {', '.join(names)}")
+    for name in names:
+        if not _fits(value[name], hints[name]):
+            got = type(value[name]).__name__
+            raise MalformedError(f"{name} of a {kind.__name__} must be {hints[name]}, got {got}")
+    return kind(**value)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Returns whether a value fits a type annotation."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in arguments
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(each, arguments[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(each, arguments[1]) for each in value.values())
+    return type(value) in ((int, float) if kind is float else (kind,))
 
 
 def _described(value: Any) -> Any:
@@ -107,6 +95,8 @@ def _described(value: Any) -> Any:
         return [_described(each) for each in value]
     if isinstance(value, tuple):
         return {"tuple": [_described(each) for each in value]}
+    if is_dataclass(value):
+        value = asdict(value)  # type: ignore[arg-type]
     if isinstance(value, dict):
         return {"dict": [[_described(key), _described(each)] for key, each in value.items()]}
     if not isinstance(value, Tensor):
@@ -116,8 +106,7 @@ def _described(value: Any) -> Any:
     if not is_plain(value) or value.device.type != "cpu" or dtype not in _DTYPES:
         expected = f"plain ones on the CPU of {', '.join(_DTYPES)}"
         raise TypeError(f"tensors in values must be {expected}, got {dtype} on {value.device}")
-    raw = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return {"tensor": [dtype, list(value.shape), base64.b64encode(raw).decode()]}
+    return {"tensor": [dtype, list(value.shape), value.flatten().tolist()]}
 
 
 def _restored(value: Any) -> Any:
@@ -125,32 +114,17 @@ def _restored(value: Any) -> Any:
         return [_restored(each) for each in value]
     if not isinstance(value, dict):
         return value
-    kind, content = next(iter(value.items())) if len(value) == 1 else (None, None)
-    if isinstance(content, list):
+    try:
+        ((kind, content),) = value.items()
         if kind == "tuple":
-            return tuple(_restored(each) for each in content)
-        if kind == "dict" and all(isinstance(pair, list) and len(pair) == 2 for pair in content):
-            try:
-                return {_restored(key): _restored(each) for key, each in content}
-            except TypeError:
-                raise MalformedError("a dictionary's key cannot be one") from None
-        if kind == "tensor" and len(content) == 3:
-            return _tensor(*content)
+            return tuple(map(_restored, content))
+        if kind == "dict":
+            return {_restored(key): _restored(each) for key, each in content}
+        if kind == "tensor":
+            dtype, shape, numbers = content
+            return torch.tensor(numbers, dtype=_DTYPES[dtype], device="cpu").view(shape)
+    except MalformedError:
+        raise
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+        pass  # a dictionary's key that cannot be one, or a dtype, a shape or numbers of no tensor, for example
     raise MalformedError("an object is no tuple, dictionary or tensor")
-
-
-def _tensor(dtype: Any, shape: Any, text: Any) -> Tensor:
-    kind = _DTYPES.get(dtype) if isinstance(dtype, str) else None
-    if kind is None or not _fits(shape, tuple[int, ...]) or min(shape, default=0) < 0 or not isinstance(text, str):
-        raise MalformedError("a tensor is described by its dtype, its shape and its bytes in base64")
-    try:
-        raw = bytearray(base64.b64decode(text, validate=True))
-    except (binascii.Error, ValueError):
-        raise MalformedError("a tensor's bytes are no base64") from None
-    if math.prod(shape) * kind.itemsize != len(raw):
-        raise MalformedError(f"a tensor {tuple(shape)} of {dtype} has {len(raw)} bytes")
-    flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8, device="cpu")
-    try:
-        return (flat != 0 if kind is torch.bool else flat.view(kind)).view(shape)
-    except (RuntimeError, TypeError, OverflowError):  # sizes that no tensor has
-        raise MalformedError(f"no tensor has the shape {tuple(shape)}") from None

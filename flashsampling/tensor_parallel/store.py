@@ -7,10 +7,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore, distributed_c10d
 
+T = TypeVar("T")
 # Seconds that a store gets to answer, however short the time-out of steps. At every connection torch resolves a host
 # name on both sides. A name server that does not answer costs 10 s (resolv.conf(5)), and the store serves no rank
 # meanwhile.
@@ -31,50 +33,43 @@ class BoundedStore:
     def __init__(self, connect: Callable[[], Store], seconds: float) -> None:
         self.prefix = ""  # of every key
         self._connect, self.seconds = connect, max(seconds, _LEAST)  # the bound
-        self._store: Store | None = None
-        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Future[Any], Callable[[Store], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._gone: str | None = None
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: str) -> None:
         """Sets a key."""
-        self._call("set", key, value)
+        name = self.prefix + key
+        self._call(lambda store: store.set(name, value))
 
     def get(self, key: str) -> bytes | None:
         """Returns the value, or None if there is none now."""
-        return self._call("get", key)  # type: ignore[no-any-return]
-
-    def add(self, key: str, amount: int) -> int:
-        """Adds to a counter and returns its value."""
-        return self._call("add", key, amount)  # type: ignore[no-any-return]
+        name = self.prefix + key
+        return self._call(lambda store: store.get(name) if store.check([name]) else None)
 
     def decide(self, key: str, value: str) -> bytes:
         """Sets the key unless a rank has set it before. Returns the value that the key has."""
-        return self._call("compare_set", key, "", value)  # type: ignore[no-any-return]
+        name = self.prefix + key
+        return self._call(lambda store: store.compare_set(name, "", value))
 
     def delete(self, key: str) -> None:
         """Deletes a key, if the store can."""
+        name = self.prefix + key
+
+        def delete(store: Store) -> None:
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                store.delete_key(name)
+
         with contextlib.suppress(StoreGoneError):
-            self._call("delete", key)
+            self._call(delete)
 
     def end(self) -> None:
         """Ends the thread. Later operations raise StoreGoneError."""
         self._gone = self._gone or "the group has been closed"
         self._requests.put(None)
 
-    def _do(self, operation: str, key: str, *arguments: Any) -> Any:
-        if self._store is None:
-            self._store = self._connect()
-        if operation == "get":
-            return self._store.get(key) if self._store.check([key]) else None
-        if operation == "delete":
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                self._store.delete_key(key)
-            return None
-        return getattr(self._store, operation)(key, *arguments)
-
-    def _call(self, operation: str, key: str, *arguments: Any) -> Any:
+    def _call(self, operation: Callable[[Store], T]) -> T:
         if self._gone is not None:
             raise StoreGoneError(self._gone)
         with self._lock:
@@ -82,25 +77,25 @@ class BoundedStore:
                 self._thread = threading.Thread(target=self._work, name="flashsampling store", daemon=True)
                 _with_threads.add(self)
                 self._thread.start()
-        reply: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._requests.put((reply, operation, self.prefix + key, *arguments))
+        reply: Future[T] = Future()
+        self._requests.put((reply, operation))
         try:
-            value, error = reply.get(timeout=self.seconds)
-        except queue.Empty:
-            value, error = None, TimeoutError(f"no answer within {self.seconds:g} s")
-        if error is not None:
-            self._gone = f"the process group's store does not answer, the process that holds it may be gone ({error})"
+            return reply.result(self.seconds)
+        except Exception as error:
+            why = str(error) or f"no answer within {self.seconds:g} s"
+            self._gone = f"the process group's store does not answer, the process that holds it may be gone ({why})"
             raise StoreGoneError(self._gone) from error
-        return value
 
     def _work(self) -> None:
+        store: Store | None = None  # the connection closes when the thread ends
         while (request := self._requests.get()) is not None:
-            reply, *operation = request
+            reply, operation = request
             try:
-                reply.put((self._do(*operation), None))
+                if store is None:
+                    store = self._connect()
+                reply.set_result(operation(store))
             except Exception as error:
-                reply.put((None, error))
-        self._store = None  # closes the connection
+                reply.set_exception(error)
 
 
 _with_threads: weakref.WeakSet[BoundedStore] = weakref.WeakSet()

@@ -77,16 +77,6 @@ def empty_rows(rows: int, vocab_size: int, device: torch.device) -> Tensor:
     return torch.empty((rows, -(-vocab_size // 4) * 4), dtype=torch.float32, device=device)[:, :vocab_size]
 
 
-class SingleRank(Collectives):
-    """``Collectives`` of a group with one rank."""
-
-    room = 1 << 30
-
-    def all_gather(self, words: Tensor, step: SampleInputs) -> Tensor:
-        """Implements ``Collectives.all_gather``."""
-        return words[None]
-
-
 class DryRun(Collectives):
     """``Collectives`` of a rank that runs without the others, on any logits."""
 
@@ -105,7 +95,10 @@ class Transport(Collectives):
     applies to each message; with gloo it applies to all messages of a step together.
     """
 
-    skipped_calls: int  # as of ``TensorParallel``, which sets it
+    def set_skipped_calls(self, count: int) -> None:
+        """Sets how many calls of this rank exchanged nothing (``TensorParallel.skipped_calls``); they count as
+        steps."""
+        raise NotImplementedError
 
     def shard(self, first_token: int) -> Shard:
         """Returns the shard description for kernels, which leave packed winners."""
@@ -147,7 +140,38 @@ class Transport(Collectives):
 
         A call that raises the failure does this first. Raises nothing."""
 
-    def close(self, all_done: bool) -> None:
+    def close(self, all_done: bool) -> bool:
         """Closes the transport. ``all_done``: all ranks close and their devices are done.
 
-        Otherwise memory that another rank, or a step that hangs, may still touch is kept."""
+        Otherwise memory that another rank, or a step that hangs, may still touch is kept. Returns whether the transport
+        goes on with the rendezvous, and ends it."""
+        return False
+
+
+class SingleRank(Transport):
+    """The transport of a group with one rank, whose kernels leave token ids."""
+
+    room = 1 << 30
+
+    def shard(self, first_token: int) -> Shard:
+        """Implements ``Transport.shard``."""
+        return Shard(first_token)
+
+    def set_skipped_calls(self, count: int) -> None:
+        """Implements ``Transport.set_skipped_calls``: there is no rank to compare with."""
+
+    def finish(self, out: Tensor, step: SampleInputs) -> Tensor:
+        """Implements ``Transport.finish``."""
+        return out
+
+    def all_gather(self, words: Tensor, step: SampleInputs) -> Tensor:
+        """Implements ``Collectives.all_gather``."""
+        return words[None]
+
+    def failure(self) -> Failure | None:
+        """Implements ``Transport.failure``: no step fails."""
+        return None
+
+    def declare(self, failure: Failure) -> Failure:
+        """Implements ``Transport.declare``."""
+        return failure

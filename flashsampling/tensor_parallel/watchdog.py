@@ -10,13 +10,12 @@ The error comes on all ranks at most timeout + 3 s after the beginning of the al
 1 s apart.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .failures import Failure, TensorParallelError
 from .rendezvous import Rendezvous
-from .serialization import record_from_json, record_to_json
+from .serialization import from_text, parse_record, to_text
 from .store import StoreGoneError
 
 
@@ -54,50 +53,33 @@ class Watchdog:
     """Posts this rank's heartbeat and looks for stragglers: steps that hang for ``seconds``. Has neither device nor
     clock, so tests can replace both."""
 
-    def __init__(self, rendezvous: Rendezvous, seconds: float, store_host: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, seconds: float) -> None:
         self.period = min(max(seconds / 10, 0.2), 1.0)  # seconds between two looks, the same on all ranks
-        self._rendezvous, self._seconds, self._store_host = rendezvous, seconds, store_host
+        self._rendezvous, self._seconds = rendezvous, seconds
         self._beat = 0
         self._begun, self._since = -1, 0.0
         self._before: tuple[float, list[Heartbeat | None]] | None = None
-        self._store_gone = False
 
     def post(self, progress: Heartbeat) -> None:
         """Posts a heartbeat for the other ranks' threads."""
         self._beat += 1
-        heartbeat = record_to_json(replace(progress, beat=self._beat))
-        self._rendezvous.store.set(heartbeat_key(self._rendezvous.rank), heartbeat.encode())
+        self._rendezvous.store.set(heartbeat_key(self._rendezvous.rank), to_text(replace(progress, beat=self._beat)))
 
     def look(self, progress: Heartbeat, step: int, now: float) -> Failure | None:
         """Posts this rank's heartbeat and returns the group's failure, if there is one.
 
         Declares a failure if an all-gather has hung for too long. ``step``: number of the one that began last."""
-        begun, ended = progress.begun, progress.ended
-        try:
-            if not self._store_gone:
-                self.post(progress)
-                failure = self._rendezvous.declared()
-                if failure is not None:
-                    return failure
-        except StoreGoneError:
-            self._store_gone = True
-        if begun <= ended or begun != self._begun:
-            self._begun, self._since, self._before = begun, now, None
-            return None
+        if progress.begun <= progress.ended or progress.begun != self._begun:
+            self._begun, self._since, self._before = progress.begun, now, None
         hung = now - self._since
-        if hung < self._seconds / 2:
-            return None
-        if self._store_gone:
-            if hung < self._seconds:
-                return None
-            others = [rank for rank in range(self._rendezvous.ranks) if rank != self._rendezvous.rank]
-            rank = self._store_host if self._store_host in others else others[0]
-            return Failure("timeout", rank, step)
         try:
+            self.post(progress)
+            failure = self._rendezvous.declared()
+            if failure is not None or hung < self._seconds / 2:
+                return failure
             posts = read_heartbeats(self._rendezvous)
         except StoreGoneError:
-            self._store_gone = True
-            return None
+            return Failure("timeout", self._rendezvous.store_host, step) if hung >= self._seconds else None
         except TensorParallelError as error:
             return self._rendezvous.declare(error.failure)
         if self._before is None:
@@ -105,13 +87,13 @@ class Watchdog:
         # by now every live thread has looked several times
         if hung < self._seconds or now - self._before[0] < 4 * self.period:
             return None
-        late = straggler(self._before[1], posts, begun)
-        if late is None:
-            if hung < 2 * self._seconds:  # all ranks are in this step, so it may still end
-                return None
-            what = "all ranks are in this step, but its all-gather does not end"
-            return self._rendezvous.declare(Failure("aborted", self._rendezvous.rank, step, what=what))
-        return self._rendezvous.declare(Failure("timeout", late, step))
+        late = straggler(self._before[1], posts, progress.begun)
+        if late is not None:
+            return self._rendezvous.declare(Failure("timeout", late, step))
+        if hung < 2 * self._seconds:  # all ranks are in this step, so it may still end
+            return None
+        what = "all ranks are in this step, but its all-gather does not end"
+        return self._rendezvous.declare(Failure("aborted", self._rendezvous.rank, step, what=what))
 
 
 def heartbeat_key(rank: int) -> str:
@@ -126,9 +108,10 @@ def read_heartbeats(rendezvous: Rendezvous) -> list[Heartbeat | None]:
         TensorParallelError: the store holds bytes that no rank writes.
         StoreGoneError: the store does not answer.
     """
-    decode = functools.partial(record_from_json, Heartbeat)
-    posts: list[Heartbeat | None] = []
-    for rank in range(rendezvous.ranks):
-        value = rendezvous.store.get(heartbeat_key(rank))
-        posts.append(None if value is None else rendezvous.decode(heartbeat_key(rank), decode, value))
-    return posts
+    keys = map(heartbeat_key, range(rendezvous.ranks))
+    values = [(key, rendezvous.store.get(key)) for key in keys]
+    return [None if value is None else rendezvous.decode(key, _parse_heartbeat, value) for key, value in values]
+
+
+def _parse_heartbeat(text: bytes) -> Heartbeat:
+    return parse_record(Heartbeat, from_text(text))

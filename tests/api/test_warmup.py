@@ -14,6 +14,7 @@ from flashsampling import ops
 from flashsampling.backends import BACKENDS
 from flashsampling.exchange_protocol import PACKED, Shard
 from flashsampling.tensor_parallel import TensorParallel
+from flashsampling.tensor_parallel.transport import SingleRank
 from flashsampling.warmup import warmup_mixes
 from tests.kernels.triton.target import LaunchKeys, output_of
 from tests.problems import KERNELS, make_problem
@@ -400,7 +401,7 @@ def test_ranks_rehearse_what_requests_ask_for(device, on_gpu, monkeypatch):
 
     class Group(TensorParallel):
         impl, part, shard, vocab_size, num_rows = "triton", (64, Shard(64, PACKED)), Shard(64, PACKED), 128, 128
-        name, max_batch_size, max_num_samples, _transport = "", 4, 1, None
+        name, max_batch_size, max_num_samples, _transport = "", 4, 1, SingleRank()
 
         def __init__(self):
             pass

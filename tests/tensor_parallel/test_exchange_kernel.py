@@ -153,7 +153,8 @@ def impl(request):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [2, 3, 4, 8] if ON_GPU else [2, 3, 8])
 def test_ranks_draw_the_whole_vocabulary_s_tokens(impl, size):
-    """One row to two blocks of them, one draw to three. Every slot is empty after it."""
+    """One row to two blocks of them, one draw to three; NaN and infinities on some shard. Every slot is empty after
+    it."""
     ranks = Ranks(impl, size, 1000)
     shapes = [(1, 1), (5, 1), (30, 1), (5, 3), (256, 3), (130, 3)]
     shapes += [(batch, 1) for batch in (1, 40, 70, 130, 256, 330)]
@@ -161,6 +162,8 @@ def test_ranks_draw_the_whole_vocabulary_s_tokens(impl, size):
         shapes = [(1, 1), (5, 1), (15, 1), (5, 3), (1, 1), (256, 1), (500, 1), (8, 3)]
     for step, (batch, num_samples) in enumerate(shapes):
         problem = batch_shape(batch, num_samples)
+        if step % 2:
+            problem.hidden_states[0, 1], problem.weight[7, 0] = float("nan"), float("inf")
         expected = problem.sample(impl)
         for tokens in ranks.draw(ranks.same_for_all(problem)).values():
             assert torch.equal(tokens, expected), (batch, num_samples)

@@ -244,18 +244,8 @@ def test_drafts_that_differ_have_another_hash():
         len({_hash([some], [before]) for some in ids for before in parents} | {_hash([some]) for some in ids}) == 8 * 7
     )
     assert _hash([[7, 8]], [[-1, 1]]) != _hash([[7, 8]], [[-1, -1]])  # a parent that is not before it, and none
-
-
-@pytest.mark.parametrize("size", [(1024, 1), (1, 1024), (128, 8)])
-def test_places_of_drafts_are_weighed_as_if_at_random(size):
-    """No two are as far apart as two others: else drafts that trade places have the same hash, as those of requests 2,
-    4, 6 and 8 had."""
-    places = (torch.arange(size[0])[:, None] << 32 | torch.arange(size[1])).flatten()
-    for numbers in map(_odd_number, (places, ~places)):
-        apart = (numbers[:, None] - numbers)[torch.ones(1024, 1024, dtype=torch.bool).triu(1)]
-        assert len(apart.unique()) == len(apart)
-    drafts, others = ([[9], [9], [one], [9], [two], [9], [two], [9], [one]] for one, two in ((5, 6), (6, 5)))
-    assert _hash(drafts) != _hash(others)
+    traded = ([[9], [9], [one], [9], [two], [9], [two], [9], [one]] for one, two in ((5, 6), (6, 5)))
+    assert len(set(map(_hash, traded))) == 2  # places equally far apart
 
 
 def test_what_belongs_to_no_draft_has_no_hash():

@@ -126,37 +126,6 @@ def test_a_sampler_in_a_compiled_function(groups):
     assert torch.equal(traced.offsets, eager.offsets)
 
 
-def test_drafts_in_a_compiled_function(groups):
-    """Steps stay in order and are not dropped if their result is unused."""
-    a, b, _ = groups
-    seen = []
-
-    def written_down(group, draw):
-        def drawn(backend, step):
-            seen.append(group.name)
-            return draw(backend, step)
-
-        return drawn
-
-    for group in (a, b):
-        group.draw = written_down(group, group.draw)
-
-    def step(states, drafts, probs, top_p):
-        reject(states * 2, b, draft_probs=probs)
-        return reject(states, a, draft_token_ids=drafts, draft_probs=probs, top_p=top_p).token_ids, states + 1
-
-    torch._dynamo.reset()
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    for offset in (0, 1):
-        arguments = STATES + offset, torch.tensor([[7 + offset, 3]]), PROBS, torch.full((1,), 0.9)
-        expected, seen_expected = step(*arguments), list(seen)
-        seen.clear()
-        for ours, eager in zip(compiled(*arguments), expected):
-            assert torch.equal(ours, eager)
-        assert seen == seen_expected == [b.name, a.name]
-        seen.clear()
-
-
 def test_one_program_for_rejected_drafts_of_any_number_of_requests(groups):
     a, *_ = groups
     torch._dynamo.reset()
@@ -295,6 +264,7 @@ LEFT_OUT = {
     "a number of draws that is none": lambda tp: draw(STATES, tp, num_samples="2"),
     "through the dispatcher": lambda tp: dispatched(STATES, tp, num_samples=1.5),
     "impl": lambda tp: draw(STATES, tp, impl="reference"),
+    "vocab_size": lambda tp: draw(STATES, tp, vocab_size=50),
     "the module's batch": lambda tp: LMHeadSampler(WEIGHT, max_batch_size=2, seed=1, tp=tp)(STATES),
     "within the module": lambda tp: LMHeadSampler(WEIGHT, max_batch_size=9, seed=1, tp=tp)(
         STATES, temperature=[1.0, 2.0]
@@ -320,6 +290,16 @@ LEFT_OUT = {
 }
 
 
+SAID = {
+    "no seed": "seed must be given",
+    "another weight": "weight must be the shard",
+    "too many rows": "at most tp.max_batch_size = 256 rows, got 297",
+    "too many draws": "num_samples must be at most",
+    "impl": "impl must be None or tp.impl",
+    "vocab_size": "vocab_size must be given to TensorParallel",
+}
+
+
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_calls_that_take_no_part_in_a_step_are_counted_once(case, groups):
     tp, other, steps = groups
@@ -327,7 +307,7 @@ def test_calls_that_take_no_part_in_a_step_are_counted_once(case, groups):
     if "no rows" in case:
         assert LEFT_OUT[case](tp).shape == (0,)
     else:
-        with pytest.raises((TypeError, ValueError, RuntimeError)):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=SAID.get(case)):
             LEFT_OUT[case](tp)
     assert (tp.skipped_calls, other.skipped_calls, steps) == (1, 0, [])
     draw(STATES, tp)

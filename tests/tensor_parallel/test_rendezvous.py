@@ -3,7 +3,6 @@ ranks and errors of one of them are scenarios (``construction_that_fails``, ``ra
 ``ranks_that_are_busy``)."""
 
 import functools
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +19,9 @@ from flashsampling.tensor_parallel import nccl, rendezvous
 from flashsampling.tensor_parallel.failures import Failure, TensorParallelError, TensorParallelTimeout
 from flashsampling.tensor_parallel.message import STEP
 from flashsampling.tensor_parallel.rendezvous import Rendezvous
-from flashsampling.tensor_parallel.serialization import record_from_json, record_to_json
+from flashsampling.tensor_parallel.serialization import to_text
 from flashsampling.tensor_parallel.store import StoreGoneError, open_store
-from flashsampling.tensor_parallel.watchdog import Heartbeat, Watchdog, heartbeat_key, straggler
+from flashsampling.tensor_parallel.watchdog import Heartbeat, Watchdog, heartbeat_key, read_heartbeats, straggler
 from tests.conftest import run_python
 from tests.problems import rows_only
 
@@ -77,47 +76,30 @@ def ranks(world, work, connect, seconds=1.0, late=()):
     return results, times
 
 
-class Clock:
-    """A clock for ``rendezvous`` that tests move."""
-
-    now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    made = Clock()
+    """The clock of ``rendezvous``, which tests move."""
+    made = SimpleNamespace(now=100.0)
+    made.monotonic = lambda: made.now
+    made.sleep = lambda seconds: setattr(made, "now", made.now + seconds)
     monkeypatch.setattr(rendezvous, "time", made)
     return made
 
 
-@pytest.mark.parametrize("stalls", [1, 1000])
-def test_a_store_that_serves_nobody_makes_nobody_late(stalls, clock, monkeypatch):
-    """A store may serve no rank while it resolves a name, but not for ever."""
+def test_a_store_that_serves_nobody_makes_nobody_late(clock, monkeypatch):
     store = HashStore()
-    meet, other = Rendezvous(lambda: store, 0, 2, 1.0), Rendezvous(lambda: store, 1, 2, 1.0)
-    get, left = meet.store.get, [stalls]
+    meet, other = (Rendezvous(lambda: store, rank, 2, 1.0) for rank in range(2))
+    get = meet.store.get
 
     def slow(key):
-        if left[0]:
-            left[0] -= 1
+        value = get(key)
+        if key == "0/1" and clock.now == 100.0:
             clock.now += 1.5
-        elif clock.now > 102.0:
-            other.leave("construction")  # it came as soon as it was served
-        return get(key)
+            other.store.set("0/1", to_text(("construction", 7)))
+        return value
 
     monkeypatch.setattr(meet.store, "get", slow)
-    if stalls == 1:
-        assert meet.exchange("construction", b"x") == [b"x", b""]
-    else:
-        with pytest.raises(TensorParallelTimeout, match="rank 1 did not take part in construction"):
-            meet.exchange("construction", b"x")
-        assert 100 + meet.store.seconds < clock.now < 100 + meet.store.seconds + 5
+    assert meet.exchange("construction", 5) == [5, 7]
 
 
 def test_a_beat_from_before_is_no_sign_of_life(clock):
@@ -126,43 +108,19 @@ def test_a_beat_from_before_is_no_sign_of_life(clock):
     with other.heartbeat():
         pass
     with pytest.raises(TensorParallelTimeout, match="rank 1 did not take part in a collective check within 4 s"):
-        meet.exchange("a collective check", b"")
+        meet.exchange("a collective check")
     assert clock.now - 100 < 4.1
 
 
-def test_payloads_of_all(connect):
+def test_values_of_all(connect):
+    """Keys that all have read are deleted."""
+
     def work(meet):
-        return [meet.exchange(f"phase {i}", bytes([meet.rank, i, 0, 255])) for i in range(20)]
+        values = [meet.exchange(f"phase {i}", (meet.rank, i)) for i in range(20)]
+        return values, meet.store.get(f"17/{meet.rank}"), meet.store.get(f"19/{meet.rank}") is None
 
     results, _ = ranks(3, work, connect, seconds=10.0)
-    assert results == [[[bytes([rank, i, 0, 255]) for rank in range(3)] for i in range(20)]] * 3
-
-
-def test_what_was_read_by_all_is_deleted(connect):
-    def work(meet):
-        for _ in range(20):
-            meet.exchange("phase", b"payload")
-        return meet.store.get("17/verdict"), meet.store.get(f"17/{meet.rank}"), meet.store.get("19/verdict")
-
-    results, _ = ranks(2, work, connect)
-    for first, second, last in results:
-        assert first is None
-        assert second is None
-        assert last is not None
-
-
-@pytest.mark.parametrize("repeat", range(5))
-def test_all_or_none_succeed(repeat):
-    """A rank comes just when the others give up: whatever is decided, it is the same for all."""
-
-    def work(meet):
-        if meet.rank == 1:
-            time.sleep(0.18 + 0.01 * repeat)
-        return meet.exchange("meeting", b"x")
-
-    results, _ = ranks(3, work, _hash(), seconds=0.2)
-    kinds = {type(result) for result in results}
-    assert kinds in ({list}, {TensorParallelTimeout}), results
+    assert results == [([[(rank, i) for rank in range(3)] for i in range(20)], None, False)] * 3
 
 
 def test_a_rank_that_is_busy_does_not_hide_one_that_does_not_come():
@@ -173,7 +131,7 @@ def test_a_rank_that_is_busy_does_not_hide_one_that_does_not_come():
             with meet.heartbeat():
                 assert over.wait(SOON)
         try:
-            return meet.exchange("meeting", b"")
+            return meet.exchange("meeting")
         finally:
             over.set()
 
@@ -183,30 +141,30 @@ def test_a_rank_that_is_busy_does_not_hide_one_that_does_not_come():
         assert error.failure == Failure("timeout", 2, what="meeting")
 
 
-def test_excused_ranks_are_not_waited_for():
+def test_who_need_not_come_to_closing():
+    """The rank at fault, and one that has left."""
+
     def work(meet):
-        return meet.exchange("closing", b"x", excused=lambda: (1,))
+        if meet.rank == 2:
+            return meet.leave()
+        return meet.close(True, lambda: 1)
 
     results, times = ranks(3, work, _hash(), seconds=2 * SOON, late=(1,))
-    assert results[0] == results[2] == results[1] == [b"x", None, b"x"]
+    assert results == [False, False, None]
     assert max(times) < SOON
+    assert ranks(2, lambda meet: meet.close(True, lambda: None), _hash())[0] == [True, True]
 
 
-def test_a_failure_of_the_group_ends_an_exchange():
-    failure = Failure("aborted", 1, 17, what="why")
-
-    def work(meet):
-        if meet.rank == 1:
-            time.sleep(0.5)
-            return meet.declare(failure)
-        return meet.exchange("meeting", b"", failure=meet.declared)
-
-    results, times = ranks(3, work, _hash(), seconds=30.0)
-    assert results[1] == failure
-    for error in (results[0], results[2]):
-        assert type(error) is TensorParallelError
-        assert error.failure == failure
-    assert max(times) < SOON
+def test_a_failure_after_all_have_come_is_learnt_in_the_next_call():
+    store = HashStore()
+    meets = [Rendezvous(lambda: store, rank, 2, 0.1) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda meet: meet.exchange("a"), meets))
+    failure = meets[0].declare(Failure("timeout", 1, what="a"))
+    for meet in meets:
+        with pytest.raises(TensorParallelTimeout) as error:
+            meet.exchange("b")
+        assert error.value.failure == failure
 
 
 def test_the_first_failure_stands(connect):
@@ -273,7 +231,7 @@ class _Group:
     def __init__(self, world, seconds, connect=None):
         connect = connect or _hash()
         self.meets = [Rendezvous(connect, rank, world, 30.0) for rank in range(world)]
-        self.watches = [Watchdog(meet, seconds, 0) for meet in self.meets]
+        self.watches = [Watchdog(meet, seconds) for meet in self.meets]
         self.progress = [(0, 0)] * world
         self.dead = set()
         self.now = 100.0
@@ -317,12 +275,6 @@ def test_no_failure_while_steps_end_and_while_none_is_called():
         assert not group.until_failure(1.6)
 
 
-def test_a_decision_of_another_rank_is_heard():
-    group = _Group(2, 60.0)
-    failure = group.meets[1].declare(Failure("aborted", 1, what="why"))
-    assert group.watches[0].look(Heartbeat(3, 3), 2, 100.0) == failure
-
-
 def test_an_all_gather_that_hangs_with_all_ranks_in_it():
     group = _Group(2, 2.0)
     group.progress = [(4, 3), (4, 3)]
@@ -342,26 +294,11 @@ def test_a_store_that_is_gone_while_a_step_hangs():
         raise StoreGoneError("gone")
 
     store = group.meets[1].store
-    store.set = store.get = gone  # type: ignore[method-assign]
+    store.set = store.get = gone  # type: ignore[method-assign, assignment]
     group.progress = [(4, 3)]
-    heard = group.until_failure(20)
-    assert heard[0][0] == Failure("timeout", 0, 3)
-
-
-def test_a_closed_group_has_no_connection_left():
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    opened = []
-    for _ in range(3):
-        meet = Rendezvous(server.clone, 0, 1, 5.0)  # type: ignore[attr-defined] # torch's stubs lack it
-        opened.append(meet)
-        descriptors = len(os.listdir("/proc/self/fd"))
-        meet.end()
-        meet.store._thread.join(5)
-    # one for the connection here, and one for it in the server, which hears of its end a moment later
-    until = time.monotonic() + 5
-    while len(os.listdir("/proc/self/fd")) > descriptors - 2 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert len(os.listdir("/proc/self/fd")) <= descriptors - 2
+    failure, after = group.until_failure(20)[0]
+    assert failure == Failure("timeout", 0, 3)
+    assert 2 <= after <= 5
 
 
 def test_a_process_ends_well_with_open_groups():
@@ -377,7 +314,7 @@ server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeou
 
 def work(meet):
     while True:
-        meet.store.set("key", b"value" * 20000)
+        meet.store.set("key", "value" * 20000)
 
 for rank in range(8):
     meet = Rendezvous(server.clone, rank, 8, 20.0)
@@ -406,14 +343,18 @@ def test_who_holds_the_store_leaves_last(monkeypatch):
     """A process that ended with its store would make the others' closing fail."""
     store, left = HashStore(), []
     monkeypatch.setattr(rendezvous, "_LINGER", 2 * SOON)
+    leave = Rendezvous.leave
 
-    def work(rank):
-        meet = Rendezvous(lambda: store, rank, 3, 20.0, store_host=1)
-        meet.exchange("closing", b"")
-        if rank == 2:
+    def late(meet):
+        if meet.rank == 2:
             time.sleep(0.4)
             assert 1 not in left
-        meet.finish(3)
+        leave(meet)
+
+    monkeypatch.setattr(Rendezvous, "leave", late)
+
+    def work(rank):
+        assert Rendezvous(lambda: store, rank, 3, 20.0, store_host=1).close(True, lambda: None)
         left.append(rank)
 
     started = time.monotonic()
@@ -421,21 +362,11 @@ def test_who_holds_the_store_leaves_last(monkeypatch):
         list(pool.map(work, range(3)))
     assert time.monotonic() - started < SOON
     monkeypatch.setattr(rendezvous, "_LINGER", 0.2)
-    meet = Rendezvous(HashStore, 0, 2, 20.0)
+    meet = Rendezvous(lambda: store, 0, 2, 20.0)
+    meet.store.set("0/1", to_text(("closing", True)))  # it died before it left
     started = time.monotonic()
-    meet.finish(2)  # the other one died
+    assert meet.close(True, lambda: None)
     assert 0.2 <= time.monotonic() - started < SOON
-
-
-def test_who_leaves_by_itself_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_LINGER", 2 * SOON)
-    store = HashStore()
-    meets = [Rendezvous(lambda: store, rank, 2, 20.0) for rank in range(2)]
-    meets[1].leave("closing")
-    started = time.monotonic()
-    assert meets[0].exchange("closing", b"done") == [b"done", b""]
-    meets[0].finish(2)
-    assert time.monotonic() - started < SOON
 
 
 # -- all-gathers that other ranks wait for
@@ -447,8 +378,7 @@ def alone(monkeypatch):
     store = HashStore()
     it: Any = nccl.Nccl(None, Rendezvous(lambda: store, 0, 3, 30.0), torch.device("cpu"), 4, 4, 8, 1.0)
     sent = []
-    it.sent_bulk, it.aborted = [], []
-    it._bulk.send = lambda gathered, local: it.sent_bulk.append(local.tolist())
+    it.aborted = []
     monkeypatch.setattr(nccl, "gather_flat", lambda gathered, local, group: sent.append(local.tolist()))
     monkeypatch.setattr(nccl, "_new_group", lambda *_: SimpleNamespace(abort=lambda: it.aborted.append(True)))
     monkeypatch.setattr(nccl, "_gather_bulk", lambda *_: None)
@@ -477,32 +407,10 @@ def pauses(monkeypatch):
 
 def _post(it, rank, **fields):
     heartbeat = Heartbeat(**{"begun": 0, "ended": 0, "knows": 1} | fields)
-    it._rendezvous.store.set(heartbeat_key(rank), record_to_json(heartbeat).encode())
+    it._rendezvous.store.set(heartbeat_key(rank), to_text(heartbeat))
 
 
 MISMATCH = Failure("mismatch", 1, 3, ("seed",), "rank 0")
-
-
-def test_bulk_messages_that_have_begun_elsewhere(alone):
-    """The thread joins these and the calling thread the others. What is under way of one holds up no other."""
-    it, sent = alone
-    _post(it, 1, begun=5, bulk=2)
-    _post(it, 2, begun=4, bulk=3)
-    it._join_bulk()
-    assert not it.sent_bulk  # nothing failed
-    it._set_failure(MISMATCH)
-    it._small.issued = 1
-    for _ in range(5):
-        it._join_bulk()
-    it.drain()
-    assert (len(sent), len(it.sent_bulk)) == (0, 3)
-    it._bulk.issued = 1
-    it._small.host_begun[:2] = it._small.host_state[:2] = 1
-    _post(it, 2, begun=5, bulk=4)
-    it._join_bulk()
-    it.drain()
-    assert (len(sent), len(it.sent_bulk)) == (2, 3)
-    assert it._progress() == Heartbeat(6, 6, issued=1, knows=1, bulk=3)
 
 
 def test_none_in_a_captured_graph(failed, monkeypatch):
@@ -533,16 +441,6 @@ def test_none_while_one_of_its_own_is_under_way(failed, its_own):
     started = time.monotonic()
     it.drain()
     assert time.monotonic() - started >= 0.3
-    assert len(sent) == 1
-
-
-@pytest.mark.parametrize("before", [{"knows": 0}, {"issued": 1}])
-def test_it_waits_until_all_know_and_have_begun_what_they_issued(failed, before):
-    it, sent = failed
-    _post(it, 1)
-    _post(it, 2, **before)
-    threading.Timer(0.3, lambda: _post(it, 2, begun=1)).start()
-    it.drain()
     assert len(sent) == 1
 
 
@@ -582,7 +480,7 @@ def test_catching_up_raises_nothing(failed, monkeypatch):
         patch.setattr(nccl, "gather_flat", broken)
         it.drain()
     assert it._progress().begun == 0
-    it._rendezvous.end()  # and so has the store
+    it._rendezvous.store.end()  # and so has the store
     it.drain()
     assert not sent
 
@@ -602,7 +500,7 @@ def test_what_is_issued_less_what_graphs_replay(alone, monkeypatch):
     it.finish(winners, rows_only(2))
     monkeypatch.setattr(it, "_capturing", lambda: True)
     it.finish(winners, rows_only(2))
-    it.skipped_calls = 5  # counts as steps, and no all-gather is theirs
+    it.set_skipped_calls(5)  # counts as steps, and no all-gather is theirs
     monkeypatch.setattr(it, "_capturing", lambda: False)
     it.finish(winners, rows_only(2))
     assert it._progress() == Heartbeat(3, 3)
@@ -618,15 +516,13 @@ def test_posts_go_on_after_closing_while_an_all_gather_hangs(alone, all_done):
     it._small.issued = 2
     it._small.host_begun[:2] = 1
     it._set_failure(Failure("timeout", 1, 0))
-    it.close(all_done)
-    it._rendezvous.end()  # the group's; the thread holds it too
+    assert it.close(all_done)
     if not all_done:
 
         def posted(begun, issued):
             until = time.monotonic() + SOON
             while time.monotonic() < until:
-                value = it._rendezvous.store.get(heartbeat_key(0))
-                post = None if value is None else record_from_json(Heartbeat, value)
+                post = read_heartbeats(it._rendezvous)[0]
                 if post == Heartbeat(begun, 0, post and post.beat, issued=issued, knows=1):
                     return post.beat
                 time.sleep(0.01)
@@ -653,8 +549,7 @@ def test_a_communicator_ends_unless_a_graph_holds_it(alone, captured, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(it, "_capturing", lambda: captured)
         it._issue(it._bulk)
-    it.close(True)
-    it._rendezvous.end()
+    assert it.close(True)
     it._watchdog_thread.join(SOON)
     assert not it._watchdog_thread.is_alive()
     assert it.aborted == ([] if captured else [True])

@@ -1,13 +1,8 @@
 """Tensor parallelism: the scenarios of ``tensor_parallel`` with processes, on this machine's CPUs or GPUs."""
 
-import contextlib
 import copy
 import gc
-import itertools
-import json
-import pathlib
 import pickle
-import time
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +11,6 @@ from typing import TypeAlias
 import pytest
 import torch
 import torch.distributed as dist
-from filelock import FileLock, Timeout
 
 import flashsampling
 from flashsampling import LMHeadSampler, open_groups
@@ -41,29 +35,25 @@ GPUS = torch.cuda.device_count()
 LONG = GPUS > 0
 
 Kind: TypeAlias = tuple[int, str, str]  # world size, implementation, transport
-Share: TypeAlias = tuple[int, str, str, int]  # a kind, and which of how many
 
 # Without a GPU a scenario runs with one kind, by what needs most of its time: with two ranks where they draw much, with
 # three where they learn who is at fault, of whom most are right. The cuts and winners of kernels, and which header
 # differs in what, are tested without processes.
 ON_CPU: dict[Kind, list[str]] = {
     (2, "streaming", "gloo"): [
-        *("many_steps", "disagreements", "memory_that_cannot_be_mapped", "generate", "two_at_once", "module"),
-        *("speculative_sequences", "requests_of_a_sampler", "parameters_of_the_first_rank", "one_request"),
-        *("steps_that_a_compiler_could_drop", "messages_of_others", "surroundings", "device_mesh"),
-        "a_broadcast_of_what_cannot_be_said",
+        *("disagreements", "memory_that_cannot_be_mapped", "generate", "two_at_once", "one_request"),
+        *("requests_of_a_sampler", "parameters_of_the_first_rank", "steps_that_a_compiler_could_drop"),
+        *("messages_of_others", "surroundings", "device_mesh"),
     ],
     (3, "streaming", "gloo"): [
-        *("same_tokens", "rare_rows", "changing_batches", "delayed_ranks", "rejection", "requests", "other_requests"),
+        *("same_tokens", "many_steps", "delayed_ranks", "rejection", "requests", "other_requests"),
         *("other_drafts", "out_of_step", "out_of_step_in_a_round", "other_parameters", "construction_that_fails"),
-        *("ranks_that_do_not_come", "ranks_that_are_busy", "leaving_by_an_exception", "leaving_while_others_wait"),
-        "collective_check",
+        *("ranks_that_do_not_come", "ranks_that_are_busy", "leaving_while_others_wait"),
     ],
     (4, "streaming", "gloo"): ["sub_groups"],  # two groups of two
     (3, "streaming", "nccl"): [  # all but NCCL itself, for which gloo stands in
-        *("changing_batches", "sub_groups", "requests", "out_of_step", "other_parameters", "other_requests"),
-        *("out_of_step_in_a_round", "out_of_step_in_bulk", "leaving_by_an_exception", "an_all_gather_that_hangs"),
-        "hosts_that_learn_late",
+        *("many_steps", "sub_groups", "requests", "out_of_step", "other_parameters", "other_requests"),
+        *("out_of_step_in_a_round", "out_of_step_in_bulk", "hosts_that_learn_late"),
     ],
     (2, "cute", "gloo"): ["other_requests"],  # what it does in one launch, the other implementations in rounds
 }
@@ -89,86 +79,38 @@ def _on_gpus(count: int) -> dict[Kind, list[str]]:
 
 
 NAMES = _on_gpus(GPUS) if GPUS else {kind: ON_CPU[kind] for kind in ON_CPU if kind[1] in IMPLEMENTATIONS}
-CASES = [(*kind, name) for kind, names in NAMES.items() for name in names]
+SHARES = [  # process groups that share a kind's scenarios: most of Triton's time on GPUs is compiling
+    (*kind, names[first :: 4 if GPUS and kind[1] == "triton" else 1])
+    for kind, names in NAMES.items()
+    for first in range(4 if GPUS and kind[1] == "triton" else 1)
+]
 
 
-def _shares(impl: str) -> int:
-    """Returns the number of process groups that share a kind's scenarios: most of Triton's time is compiling."""
-    return 4 if GPUS and impl == "triton" else 1
-
-
-def _run(share: Share) -> dict[str, dict[int, str]]:
-    """Returns each rank's result of each scenario. After a failure new processes run the remaining scenarios."""
-    world, impl, transport, first = share
-    reported: dict[str, dict[int, str]] = {}
-    left = NAMES[world, impl, transport][first :: _shares(impl)]
+def _assert_ok(world, names, impl="streaming", transport="gloo", device=DEVICE.type, dead=None, **options):
+    """Runs the scenarios; after a failure new processes run the remaining ones."""
+    wrong, left = [], list(names)
     while left:
-        ran = scenarios.run(world, left, device=DEVICE.type, impl=impl, transport=transport, long=LONG)
-        failed = (place for place, name in enumerate(left) if set(ran[name].values()) != {"ok"})
-        done = next(failed, len(left)) + 1
-        reported |= {name: ran[name] for name in left[:done]}
-        left = left[done:]
-    return reported
+        ran = scenarios.run(world, left, device=device, impl=impl, transport=transport, **{"long": LONG} | options)
+        while left:
+            name = left.pop(0)
+            others = {rank: said for rank, said in ran[name].items() if said != ("died" if rank == dead else "ok")}
+            if others:
+                wrong += [f"{name}, rank {rank}: {said}" for rank, said in others.items()]
+                break
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.fixture
-def results(request, tmp_path_factory, worker_id):
-    """Returns the ranks' results of a scenario.
-
-    Starting processes takes longer than most scenarios, so the first pytest worker that asks for a share runs all its
-    scenarios. Later workers run another share instead of waiting. (xdist 3.8 does not keep groups together under
-    pytest 9.2.)"""
-    base = tmp_path_factory.getbasetemp()
-    folder = base if worker_id == "master" else base.parent
-
-    def share_of(world: int, impl: str, transport: str, name: str) -> Share:
-        return world, impl, transport, NAMES[world, impl, transport].index(name) % _shares(impl)
-
-    def reported(share: Share) -> pathlib.Path:
-        return folder / f"{'-'.join(map(str, share))}.json"
-
-    def run(share: Share) -> None:
-        path = reported(share)
-        with contextlib.suppress(Timeout), FileLock(f"{path}.lock", blocking=False):
-            if not path.exists():
-                part = path.with_suffix(".part")
-                part.write_text(json.dumps(_run(share)))
-                part.rename(path)
-
-    items = [item for item in request.session.items if getattr(item, "function", None) is test_ranks]
-    asked_for = [
-        share_of(*(item.callspec.params[name] for name in ("world", "impl", "transport", "name"))) for item in items
-    ]
-
-    def of(*case) -> dict[str, str]:
-        share = share_of(*case)
-        others = itertools.cycle(dict.fromkeys((share, *asked_for)))
-        while not reported(share).exists():
-            run(next(others))
-            time.sleep(0.1)
-        return json.loads(reported(share).read_text())[case[3]]
-
-    return of
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize(
+    ("world", "impl", "transport", "names"),
+    SHARES,
+    ids=["-".join(map(str, (*share[:3], share[3][0]))) for share in SHARES],
+)
+def test_ranks(world, impl, transport, names):
+    _assert_ok(world, names, impl, transport)
 
 
-def _assert_ok(per_rank, expected_dead=None):
-    for rank, reported in per_rank.items():
-        assert reported == ("died" if int(rank) == expected_dead else "ok"), f"rank {rank}: {reported}"
-
-
-def _assert_runs(world, names, impl="streaming", transport="gloo", device="cpu", **options):
-    options = {"long": False} | options
-    for per_rank in scenarios.run(world, names, device=device, impl=impl, transport=transport, **options).values():
-        _assert_ok(per_rank)
-
-
-@pytest.mark.timeout(1300)  # a share's scenarios are run by the first test that asks, and the others wait
-@pytest.mark.parametrize(("world", "impl", "transport", "name"), CASES)
-def test_ranks(world, impl, transport, name, results):
-    _assert_ok(results(world, impl, transport, name))
-
-
-DEAD = {"a_rank_dies": 1, "the_first_rank_dies": 0, "a_rank_dies_in_a_round": 1}
+DEAD = {"a_rank_dies": 1, "the_first_rank_dies": 0}
 _FAILURES = [
     (*kind, scenario.__name__)
     for scenario in scenarios.LAST
@@ -179,30 +121,25 @@ _FAILURES = [
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("world", "impl", "transport", "name"), _FAILURES)
 def test_ranks_that_fail(world, impl, transport, name):
-    results = scenarios.run(world, [name], device=DEVICE.type, impl=impl, transport=transport, long=LONG)
-    _assert_ok(results[name], expected_dead=DEAD.get(name))
+    _assert_ok(world, [name], impl, transport, dead=DEAD.get(name))
 
 
 def test_gloo_never_names_the_wrong_rank():
-    _assert_runs(3, [scenario.__name__ for scenario in scenarios.OF_GLOO])
-
-
-@pytest.mark.quick(0)
-def test_a_hostile_store():
-    _assert_runs(2, ["a_hostile_store"])
+    _assert_ok(3, [scenario.__name__ for scenario in scenarios.OF_GLOO], device="cpu", long=False)
 
 
 @pytest.mark.parametrize("world", [world for world in (2, 4, 8) if world <= GPUS])
 def test_one_kernel_node(world):
     for impl in KERNELS:
-        _assert_runs(world, ["one_node"], impl, "p2p", "cuda", long=True)
+        _assert_ok(world, ["one_node"], impl, "p2p", long=True)
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("impl", KERNELS)
 def test_one_visible_gpu_each(impl):
     """Ray and SLURM start ranks with one visible GPU each; p2p works by name and by choice."""
-    _assert_runs(2, ["changing_batches", "out_of_step", "p2p_is_chosen"], impl, "p2p", "cuda", one_visible=True)
+    names = ["many_steps", "out_of_step", "p2p_is_chosen"]
+    _assert_ok(2, names, impl, "p2p", long=False, one_visible=True)
 
 
 def _member(gpu, **options):
@@ -250,6 +187,23 @@ def test_what_ranks_must_have_alike(name, other):
         capabilities.check([_member("A"), _member("B", **{name: other})])
 
 
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("vocab_size must be from 1 to the 300 rows of all shards, got 301", {"vocab_size": 301}),
+        ("vocab_size must be an int, got float", {"vocab_size": 300.5}),
+        ("first_token must be an int, got str", {"first_token": "0"}),
+        ("timeout must be above 0", {"timeout": 0}),
+        ("timeout must be a number, got str", {"timeout": "soon"}),
+        ("transport must be None or one of", {"transport": "smoke"}),
+        ("impl must be None or one of", {"impl": "reference"}),
+    ],
+)
+def test_arguments_that_are_wrong(message, options, process_group):
+    with pytest.raises((TypeError, ValueError), match=message):
+        TensorParallel(None, torch.ones(300, 8), **options)
+
+
 def test_room_for_results_and_logits():
     """64 words of every row, in slots that fit; a rank's share of the rows, up to 256 MiB."""
     assert [p2p.message_words(rows, ranks) for rows, ranks in ((1, 2), (256, 8), (1024, 2), (256, 72))] == [
@@ -259,20 +213,18 @@ def test_room_for_results_and_logits():
     assert [p2p.rows_of_buffer(*size) for size in sizes] == [1, 128, 523, 32, 1]
 
 
-@pytest.mark.parametrize("transport", [Gloo, Nccl])
-def test_a_message_that_raised_leaves_nothing_behind(transport, monkeypatch):
+def test_a_message_that_raised_leaves_nothing_behind(monkeypatch):
     """Otherwise the next step's header would hold old parameters, and ranks that differ could agree."""
-    it = object.__new__(transport)
-    it._hashes, it._seconds = Hashes(4, torch.device("cpu")), 1.0
-    header = it._header = it._message = torch.zeros(HEADER, dtype=torch.int64)
-    monkeypatch.setattr(transport, "_count_skipped_call", lambda _: None, raising=False)
+    it = object.__new__(Nccl)
+    it._hashes, header = Hashes(4, torch.device("cpu")), torch.zeros(HEADER, dtype=torch.int64)
+    it._message = header
+    monkeypatch.setattr(it, "_count_skipped_call", lambda: None)
 
-    def interrupted(*_):
+    def interrupted(_):
         assert header[FIRST_PARAM:].any()
         raise KeyboardInterrupt
 
-    for name in ("_gathered_words", "_gather"):
-        monkeypatch.setattr(transport, name, interrupted, raising=False)
+    monkeypatch.setattr(it, "_gather", interrupted)
     with pytest.raises(KeyboardInterrupt):
         it.finish(torch.zeros(2, dtype=torch.int64), rows_only(2)._replace(params=SamplingParams(soft_cap=20.0)))
     assert not header[FIRST_PARAM:].any()
@@ -319,12 +271,7 @@ def test_a_broken_device_does_not_hide_the_named_error(alone):
         def drain(self):
             pass
 
-        @property
-        def skipped_calls(self):
-            return 0
-
-        @skipped_calls.setter
-        def skipped_calls(self, count):
+        def set_skipped_calls(self, count):
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     alone._transport = Broken()
@@ -371,28 +318,13 @@ def test_gloo_waits_for_all_ranks_together_no_longer_than_the_bound(seconds, tim
 
 
 def test_gloo_waits_for_all_messages_of_a_step_together_no_longer_than_the_bound(timed_gloo):
-    """The bound is shared by all rounds; work between two rounds does not count."""
+    """Work between two messages does not count."""
     transport, waits, clock = timed_gloo(17.0, 2.0, 2.0 - 1e-5)
-    for step in range(2):
+    for _ in range(2):
         transport.begin(rows_only(3, 1.0, 7, 0))
+        waits.clear()
         for message in range(2):
-            assert transport._all_gather(torch.zeros(12), torch.zeros(3, 12), 2 * step + message) is None
+            assert transport._all_gather(torch.zeros(12), torch.zeros(3, 12), message) is None
             clock.now += 100
         assert [round(bound, 3) for bound in waits] == [17, 15, 13, 11, 9, 7, 5, 3]
-        waits.clear()
-    transport.begin(rows_only(3, 1.0, 7, 0))
-    for message in range(2):
-        assert transport._all_gather(torch.zeros(12), torch.zeros(3, 12), message) is None
     assert transport._all_gather(torch.zeros(12), torch.zeros(3, 12), 6) == Failure("timeout", 1, 6)
-
-
-def test_gloo_says_nothing_of_drafts_that_were_alike_in_the_next_step(monkeypatch):
-    monkeypatch.setattr(Gloo, "_all_gather", lambda *_: None)
-    transport = Gloo(None, Rendezvous(dist.HashStore, 0, 1, 1.0), 4, 4, 1.0)
-    step = rows_only(3, 1.0, 7, 0)
-    headers = []
-    for draft_hash in (None, torch.tensor(5), None):
-        transport.begin(step._replace(draft_hash=draft_hash))
-        headers.append(transport._header.tolist())
-        transport.finish(torch.ones(3, dtype=torch.int64), step._replace(draft_hash=draft_hash))
-    assert headers[0] == headers[2] != headers[1]
