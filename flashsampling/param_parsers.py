@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .row_params import describe_kind, finite, flags, integer, integers, is_plain, is_symbolic, real, reals
+from .row_params import Check, describe_kind, flags, integer, integers, is_plain, is_symbolic, real, reals
 from .token_counts import Counted, TokenCounts, num_token_groups
 
 MAX_BIASED = 1024  # ids per row
@@ -18,9 +18,6 @@ MAX_TOP_LOGPROBS = 20
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IDS = (torch.int32, torch.int64)
 _OTHER_FORMS = "of a dict d pass (list(d), list(d.values())), of (id, value) pairs tuple(zip(*pairs))"
-_MIN_SOFT_CAP = torch.finfo(
-    torch.float32
-).smallest_normal  # the kernels' float32 may flush a smaller one to 0, which is no cap
 
 
 class BatchShape(NamedTuple):
@@ -48,20 +45,9 @@ def batch_shape(batch: int, rows: int, vocab_size: int, device: torch.device, nu
 # -- one number
 
 
-def number(check: Callable[[str, float], float]) -> Parser:
-    """Returns a parser for one real number; ``check`` raises if it is out of range."""
+def number(check: Check) -> Parser:
+    """Returns a parser for one real number."""
     return lambda name, value, shape: {name: real(name, value, check)}
-
-
-def soft_cap_range(name: str, value: float) -> float:
-    """Raises ValueError unless a soft cap is 0 (none), or finite and at least the smallest normal float32."""
-    cap = finite(name, value)
-    if cap < 0:
-        raise ValueError(f"{name} must be at least 0, got {value}")
-    if cap * 2.0**500 * (cap - _MIN_SOFT_CAP) < 0:  # 0 < cap < minimum in one comparison: one guard under torch.compile
-        least = f"{_MIN_SOFT_CAP:.3g}, the smallest normal float32"
-        raise ValueError(f"{name} must be 0, for none, or at least {least}, got {value}")
-    return cap
 
 
 def parse_flag(name: str, value: Any, shape: BatchShape) -> Fields:
@@ -82,9 +68,8 @@ def parse_top_logprobs(name: str, value: Any, shape: BatchShape) -> Fields:
 # -- one number, or one per row
 
 
-def row_reals(check: Callable[[str, float], float]) -> Parser:
-    """Returns a parser for a real number or one per row; ``check`` raises if one that the host knows is out of
-    range."""
+def row_reals(check: Check) -> Parser:
+    """Returns a parser for a real number or one per row. Numbers in tensors are not checked."""
     return lambda name, value, shape: {name: reals(name, value, shape.batch, shape.device, check)}
 
 

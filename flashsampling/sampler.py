@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .outputs import SampleOutput
-from .param_parsers import soft_cap_range
-from .row_params import Integers, Reals, dimensions, finite, integer, integers, real, reals, row_index
+from .row_params import Integers, Reals, dimensions, finite, finite_from_0, integer, integers, real, reals, row_index
 from .sampling import check_impl, check_tensor_parallel, check_vocab_size, check_weight, count_skipped_call, draw
 from .sampling_params import SamplingOptions, unexpected_argument, with_sampling_options
 from .speculative.verification import VerifyOutput, verify
@@ -157,17 +156,15 @@ class LMHeadSampler(nn.Module):
         max_batch_size = integer("max_batch_size", max_batch_size)
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
-        if isinstance(lm_head, Tensor):
-            self.bare = _BareWeight(lm_head)
         # in a tuple, which nn.Module does not register: the LM head is saved and named where it belongs
-        self._owner: tuple[nn.Module] = (self.bare if isinstance(lm_head, Tensor) else lm_head,)
+        self._owner: tuple[nn.Module] = (_BareWeight(lm_head) if isinstance(lm_head, Tensor) else lm_head,)
         self._has_bias = self.bias is not None  # saves 2 us per call: nn.Module raises and catches an AttributeError
         return max_batch_size
 
     def _set_transform(self, logit_scale: float, soft_cap: float) -> None:
         """Sets what the model does to its LM head's output."""
         self.logit_scale = real("logit_scale", logit_scale, finite)
-        self.soft_cap = real("soft_cap", soft_cap, soft_cap_range)
+        self.soft_cap = real("soft_cap", soft_cap, finite_from_0)
         transform = (("logit_scale", self.logit_scale, 1.0), ("soft_cap", self.soft_cap, 0.0))
         self._transform = {name: value for name, value, off in transform if value != off}
 
@@ -367,10 +364,7 @@ class LMHeadSampler(nn.Module):
         return out
 
     def _default_temperature(self, batch: int) -> Reals:
-        temperature = self.temperature
-        if isinstance(temperature, float) or not isinstance(temperature, Tensor):  # the latter takes 0.2 us for a float
-            return temperature
-        return temperature[:batch]
+        return self.temperature[:batch] if isinstance(self.temperature, Tensor) else self.temperature
 
     def verify(
         self,
@@ -446,31 +440,22 @@ class LMHeadSampler(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LMHeadSampler":
         super()._apply(fn, recurse)
-        if recurse and self._owner[0] is not self._modules.get("bare"):
+        if recurse:
             self._owner[0]._apply(fn)
         if isinstance(self.temperature, Tensor):  # no buffer: .half() would round it
             self.temperature = self.temperature.to(self.seeds.device)
         return self
 
     def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *arguments: Any
     ) -> None:
-        key = prefix + "weight"  # a state dict of 0.1.0 holds the weight under the sampler's name
-        if key in state_dict:
-            self._owner[0]._load_from_state_dict(
-                {key: state_dict[key]}, prefix, local_metadata, False, [], [], error_msgs
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+        is_shared = isinstance(self._owner[0], _BareWeight) and isinstance(self.weight, nn.Parameter)
+        if is_shared and local_metadata.get("assign_to_params_buffers"):
+            arguments[-1].append(
+                "load_state_dict(assign=True) replaces the parameter that an LMHeadSampler was made with, which would "
+                "go on with the old one; make it from the nn.Linear, or make it after loading"
             )
-            state_dict = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
 
     def extra_repr(self) -> str:
         """Returns what ``repr`` shows."""
@@ -481,28 +466,14 @@ class LMHeadSampler(nn.Module):
 
 
 class _BareWeight(nn.Module):
-    """Holds a weight that came without its module: it moves with the sampler, and its owner saves it."""
+    """Holds a weight that came without its module, so that it moves with the sampler."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         if isinstance(weight, nn.Parameter):
             self.weight = weight
         else:
-            self.register_buffer("weight", weight, persistent=False)
-
-    def _save_to_state_dict(self, *arguments: Any) -> None:
-        pass
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *arguments: Any
-    ) -> None:
-        if prefix + "weight" in state_dict:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
-        elif local_metadata.get("assign_to_params_buffers") and self._parameters:
-            arguments[-1].append(
-                "load_state_dict(assign=True) replaces the parameter that an LMHeadSampler was made with, which would "
-                "go on with the old one; make it from the nn.Linear, or make it after loading"
-            )
+            self.register_buffer("weight", weight)
 
 
 def _to(device: torch.device, value: Any) -> Any:

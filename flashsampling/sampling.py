@@ -97,7 +97,7 @@ def sample(
             must be open whenever they run.
         bias: (V,), the LM head's bias, float32, bfloat16 or float16, added in fp32.
         logit_scale: factor of every logit (Cohere; for Granite, which divides, 1 / x).
-        soft_cap: c replaces a logit by ``c * tanh(logit / c)`` (Gemma); at least 1.2e-38, or 0 for none.
+        soft_cap: c replaces a logit by ``c * tanh(logit / c)`` (Gemma); 0 is off.
         logit_bias: (V,), dtypes as ``bias``, added in all rows; or a pair of token ids (int32 or int64) and values,
             each (B, n), or (n,) for all rows, n up to 1024. Ids out of range, such as -1, are ignored; values of a
             repeated id are summed.

@@ -126,8 +126,7 @@ WEIGHT = torch.randn(500, 16)
         (ValueError, r"weight must have 2 dimensions, got shape \(500,\)", {"lm_head": WEIGHT[:, 0]}),
         (ValueError, r"weight must have at least one row and one column, got shape \(500, 0\)", {"lm_head": WEIGHT[:, :0]}),
         (TypeError, r"tp must be a flashsampling\.tensor_parallel\.TensorParallel, got str", {"tp": "tp"}),
-        (ValueError, r"soft_cap must be at least 0, got -1\.0", {"soft_cap": -1.0}),
-        (ValueError, r"soft_cap must be 0, for none, or at least 1\.18e-38", {"soft_cap": 1e-40}),
+        (ValueError, r"soft_cap must be at least 0 and finite, got -1\.0", {"soft_cap": -1.0}),
         (ValueError, "logit_scale must be finite, got nan", {"logit_scale": float("nan")}),
         (TypeError, "logit_scale must be a number", {"logit_scale": "1"}),
         (TypeError, r"nn\.Linear or its weight, got str", {"lm_head": "lm_head"}),
@@ -184,16 +183,6 @@ def test_checkpoints_are_the_same_with_and_without_a_sampler(bare):
     assert torch.equal(model.sampler.weight, plain.lm_head.weight)
     assert model.sampler.weight is model.lm_head.weight
     plain.load_state_dict(Model(bare=bare).state_dict())
-    old = {"lm_head.weight": torch.ones(500, 16), "sampler.weight": torch.ones(500, 16)}  # as 0.1.0 saved it
-    model.load_state_dict(old)
-    assert (model.lm_head.weight == 1).all()
-    alone = LMHeadSampler(make_head().weight if bare else make_head())
-    alone.load_state_dict({"weight": torch.ones(500, 16)})
-    assert (alone.weight == 1).all()
-    with pytest.raises(RuntimeError, match=r"size mismatch for sampler\.weight"):
-        model.load_state_dict(old | {"sampler.weight": torch.ones(3, 16)})
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*sampler\.other"):
-        model.load_state_dict(old | {"sampler.other": torch.ones(3)})
 
 
 def test_a_head_owns_its_names_whatever_the_order():
