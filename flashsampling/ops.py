@@ -80,7 +80,8 @@ _HEAD = f"Tensor hidden_states, Tensor weight, {_STEP}"
 _RESULT = "(Tensor ids, Tensor values)"
 _DRAFTED = ("draft_token_ids", "draft_rows", "draft_places", "draft_probs")  # the fields of ``DraftChains``
 _DRAFTS_SCHEMA = ", ".join(f"Tensor? {name}=None" for name in (*_DRAFTED, "draft_hash"))
-_EITHER = f"Tensor states, Tensor? weight, {_STEP}, SymInt vocab_size, Tensor draft_token_ids, Tensor? draft_probs"
+_EITHER = f"Tensor states, Tensor? weight, {_STEP}, SymInt vocab_size"
+_REJECTION = f"{_EITHER}, Tensor draft_token_ids, Tensor? draft_probs, Tensor draft_rows, *, {_PARAMS_SCHEMA}"
 
 _library = torch.library.Library("flashsampling", "DEF")
 for _schema in (
@@ -88,8 +89,8 @@ for _schema in (
     f"sample_from_logits(Tensor logits, {_STEP}, SymInt vocab_size, str impl, *, {_PARAMS_SCHEMA}) -> {_RESULT}",
     f"sample_sharded({_HEAD}, str tp, Tensor(a!) order, *, {_PARAMS_SCHEMA}, {_DRAFTS_SCHEMA}) -> {_RESULT}",
     f"sample_sharded.exported({_HEAD}, str tp, *, {_PARAMS_SCHEMA}, {_DRAFTS_SCHEMA}) -> {_RESULT}",
-    f"accept({_EITHER}, *, {_PARAMS_SCHEMA}) -> Tensor",
-    f"recover({_EITHER}, Tensor draft_rows, *, {_PARAMS_SCHEMA}) -> Tensor",
+    f"accept({_REJECTION}) -> Tensor",
+    f"recover({_REJECTION}) -> Tensor",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     if "exported" not in _schema:
@@ -241,15 +242,19 @@ def _run_on_device(inputs: SampleInputs, run: Callable[[SampleInputs], SampleRes
     return run(inputs)
 
 
-def count_skipped_call(group: Any, error: BaseException) -> None:
-    """Counts a call that raised, once per error, however many callers pass the error on: ranks then notice that they
-    differ.
+def count_skipped_call(tp: object, error: BaseException) -> None:
+    """Counts a call with a ``TensorParallel`` that raised: this rank joined no step, and the others may have. Counts
+    once per error, however many callers pass the error on.
 
     An error of the exchange itself is counted too: it has failed the group for good, so one more count changes nothing.
     """
-    if getattr(error, "_left_out_of", None) != group.name:
-        error._left_out_of = group.name  # type: ignore[attr-defined]
-        group.count_skipped_call()
+    if tp is None:
+        return
+    from .tensor_parallel import TensorParallel  # imported already if the caller has one
+
+    if isinstance(tp, TensorParallel) and getattr(error, "_left_out_of", None) != tp.name:
+        error._left_out_of = tp.name  # type: ignore[attr-defined]
+        tp.count_skipped_call()
 
 
 @functools.cache  # logs each once
@@ -307,35 +312,27 @@ def _make_fake(num_matrices: int) -> Callable[..., tuple[Tensor, Tensor]]:
     return fake
 
 
-def _unflatten_drafted(arguments: tuple[Any, ...], keywords: dict[str, Any], num_drafts: int) -> SampleInputs:
-    """Returns the inputs of ``accept`` or ``recover``, whose last ``num_drafts`` arguments are about drafts."""
-    states, weight, *rows, vocab_size = arguments[:-num_drafts]
+def _unflatten_rejection(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> SampleInputs:
+    """Returns the inputs of ``accept`` or ``recover``, whose last three arguments are about drafts."""
+    states, weight, *rows, vocab_size = arguments[:-3]
     matrices = (states,) if weight is None else (states, weight)
     return _unflatten_inputs((*matrices, *rows), keywords, vocab_size)
 
 
 def _accept(*arguments: Any, **keywords: Any) -> Tensor:
-    return rejection.accept(_unflatten_drafted(arguments, keywords, 2), *arguments[-2:])
+    return rejection.accept(_unflatten_rejection(arguments, keywords), *arguments[-3:])
 
 
 def _recover(*arguments: Any, **keywords: Any) -> Tensor:
-    return rejection.recover(_unflatten_drafted(arguments, keywords, 3), *arguments[-3:])
-
-
-def _fake_accept(*arguments: Any, **keywords: Any) -> Tensor:
-    return arguments[-2].new_empty(arguments[-2].shape, dtype=torch.bool)
-
-
-def _fake_recover(*arguments: Any, **keywords: Any) -> Tensor:
-    return torch.empty_like(arguments[-3])
+    return rejection.recover(_unflatten_rejection(arguments, keywords), *arguments[-3:])
 
 
 for _operator, _function, _fake, *_other_overloads in (
     ("sample", _operate, _make_fake(2)),
     ("sample_from_logits", _operate, _make_fake(1)),
     ("sample_sharded", _operate_sharded, _make_fake(2), ".exported"),
-    ("accept", _accept, _fake_accept),
-    ("recover", _recover, _fake_recover),
+    ("accept", _accept, lambda *arguments, **_: torch.empty_like(arguments[-3], dtype=torch.bool)),
+    ("recover", _recover, lambda *arguments, **_: torch.empty_like(arguments[-3])),
 ):
     for _overload_name in ("", ".on_host", *_other_overloads):
         _name = _operator + _overload_name
@@ -383,21 +380,9 @@ def sample_sharded(inputs: SampleInputs, tp: Any) -> SampleResult:
     return SampleResult(*operator(*arguments, tp.name, tp.order, **keywords))
 
 
-def _flatten_either(inputs: SampleInputs) -> list[Any]:
-    """Returns the inputs as ``accept`` and ``recover`` take them."""
+def reject(name: str, inputs: SampleInputs, *drafts: Tensor | None) -> Tensor:
+    """Runs ``rejection.accept`` or ``rejection.recover``, by name, as one operator."""
     states, *rest = _flatten_inputs(inputs)
-    return [states, *([None] if inputs.logits is not None else []), *rest, inputs.vocab_size]
-
-
-def accept(inputs: SampleInputs, draft_token_ids: Tensor, draft_probs: Tensor | None) -> Tensor:
-    """Runs ``rejection.accept`` as one operator."""
-    keywords = _flatten_params(inputs.params)
-    operator = _overload(torch.ops.flashsampling.accept, keywords)
-    return operator(*_flatten_either(inputs), draft_token_ids, draft_probs, **keywords)
-
-
-def recover(inputs: SampleInputs, draft_token_ids: Tensor, draft_probs: Tensor | None, draft_rows: Tensor) -> Tensor:
-    """Runs ``rejection.recover`` as one operator."""
-    keywords = _flatten_params(inputs.params)
-    operator = _overload(torch.ops.flashsampling.recover, keywords)
-    return operator(*_flatten_either(inputs), draft_token_ids, draft_probs, draft_rows, **keywords)
+    matrices, keywords = [states, *([None] if inputs.logits is not None else [])], _flatten_params(inputs.params)
+    operator = _overload(getattr(torch.ops.flashsampling, name), keywords)
+    return operator(*matrices, *rest, inputs.vocab_size, *drafts, **keywords)  # type: ignore[no-any-return]

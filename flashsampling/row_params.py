@@ -120,8 +120,10 @@ def real(name: str, value: float, check: Check) -> float:
     return number
 
 
-def integer(name: str, value: SupportsIndex) -> int:
+def integer(name: str, value: Any) -> int:
     """Returns an int from anything that Python takes as an index, except a bool."""
+    if isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value] # serves as an int
     try:
         return value if type(value) is int else _integer(value)
     except TypeError:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from .ops import count_skipped_call
 from .outputs import SampleOutput
 from .row_params import Integers, Reals, dimensions, finite, finite_from_0, integer, integers, real, reals, row_index
-from .sampling import check_impl, check_tensor_parallel, check_vocab_size, check_weight, count_skipped_call, draw
+from .sampling import check_impl, check_tensor_parallel, check_vocab_size, check_weight, draw
 from .sampling_params import SamplingOptions, unexpected_argument, with_sampling_options
 from .speculative.verification import VerifyOutput, verify
 

@@ -16,14 +16,7 @@ from .backends import BACKENDS
 from .inputs import SampleInputs, example
 from .param_parsers import batch_shape
 from .row_params import integer
-from .sampling import (
-    check_num_samples,
-    check_tensor_parallel,
-    check_vocab_size,
-    check_weight,
-    count_skipped_call,
-    sample,
-)
+from .sampling import check_num_samples, check_tensor_parallel, check_vocab_size, check_weight, sample
 from .sampling_params import (
     DEFAULT_PARAMS,
     SamplingOptions,
@@ -125,7 +118,7 @@ def warmup_mixes(
     try:
         return _draw_all(weight, mixes, max_batch_size, num_samples, vocab_size, impl, tp)
     except BaseException as error:
-        count_skipped_call(tp, error)
+        ops.count_skipped_call(tp, error)
         raise
 
 

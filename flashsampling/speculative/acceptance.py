@@ -14,7 +14,7 @@ from ..noise import Stream
 from ..outputs import SampleOutput, make_output
 from ..param_parsers import BatchShape
 from ..row_params import is_plain
-from ..sampling import check_kind, count_skipped_call
+from ..sampling import check_kind
 from ..sampling_params import (
     DEFAULT_PARAMS,
     MATRIX_FIELDS,
@@ -171,7 +171,7 @@ def sample_with_draft_hash(
         )
         result = ops.sample_sharded(inputs, tp)
     except BaseException as error:
-        count_skipped_call(tp, error)
+        ops.count_skipped_call(tp, error)
         raise
     return make_output(result, positions, 1, parsed)
 
@@ -262,21 +262,22 @@ def reject(target: Target, given: DraftBatch, parameters: RequestParams, draft_p
         return target.inputs(target.states.index_select(0, nodes.row), rows, params._replace(stream=stream))
 
     ids = torch.nn.functional.pad(drafts.token_ids, (0, 1), value=-1)
-    places = torch.nn.functional.pad(drafts.places(), (0, 1))
-    before, is_draft = drafts.predecessors(), drafts.token_ids >= 0
-    tested = ids.flatten()[before.request * ids.shape[1] + before.node]
-    if tested.shape[0]:
-        inputs = inputs_at(before, Stream.ACCEPTANCE_COIN)
-        is_draft = is_draft & ops.accept(inputs, tested, draft_probs)[places[:, :-1]]
-    accepted = drafts.up_to(is_draft)
+    places, is_accepted = drafts.places(), drafts.token_ids >= 0
+    has_drafts = given.token_ids.numel() > 0
+    if has_drafts:
+        inputs = inputs_at(drafts.predecessors(), Stream.ACCEPTANCE_COIN)
+        coins = ops.reject("accept", inputs, drafts.token_ids.flatten(), draft_probs, places.flatten())
+        is_accepted = is_accepted & coins.view_as(is_accepted)
+    accepted = drafts.up_to(is_accepted)
     last = accepted.num_accepted[:, None]
     inputs = inputs_at(drafts.ends(last[:, 0]), Stream.RECOVERY)
     bonus = inputs._replace(params=inputs.params._replace(stream=Stream.TOKEN).normalized())
     tokens = ops.sample(bonus, target.impl or "").ids
-    if tested.shape[0]:
-        refused, place = ids.gather(1, last)[:, 0], places.gather(1, last)[:, 0]
+    if has_drafts:
+        refused = ids.gather(1, last)[:, 0]
+        place = torch.nn.functional.pad(places, (0, 1)).gather(1, last)[:, 0]
         was_refused = (refused >= 0) & (refused < target.vocab_size)
-        tokens = torch.where(was_refused, ops.recover(inputs, refused, draft_probs, place), tokens)
+        tokens = torch.where(was_refused, ops.reject("recover", inputs, refused, draft_probs, place), tokens)
     return _output(drafts, accepted, ids.masked_fill(accepted.nodes < 0, -1).scatter(1, last, tokens[:, None]))
 
 

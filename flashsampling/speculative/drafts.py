@@ -69,14 +69,11 @@ class Drafts(NamedTuple):
         return _places(self.bounds, n, self.request.shape[0] - batch)
 
     def predecessors(self) -> Nodes:
-        """Returns (N,) nodes of chains: the node before each draft."""
+        """Returns (B * n,) nodes of chains: the node before each draft."""
         (batch, n), device = self.token_ids.shape, self.rows.device
-        places = torch.arange(self.request.shape[0] - batch, device=device)
-        if self.bounds is None:
-            request, node = places // max(n, 1), places % max(n, 1)
-        else:
-            request, node = _owners(self.bounds, places, max(n - 1, 0))
-        return Nodes(self.rows.flatten()[request * (n + 1) + node], request, node, node)
+        request = torch.arange(batch, device=device)[:, None].expand(-1, n).flatten()
+        node = torch.arange(n, device=device).expand(batch, -1).flatten()
+        return Nodes(self.rows[:, :-1].flatten(), request, node, node)
 
     def ends(self, node: Tensor) -> Nodes:
         """Returns one node, (B,), of every request's chain."""

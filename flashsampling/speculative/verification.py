@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 from torch import Tensor
 
+from ..ops import count_skipped_call
 from ..row_params import Integers, Reals
 from ..sampling import (
     check_impl,
@@ -12,7 +13,6 @@ from ..sampling import (
     check_matrices,
     check_tensor_parallel,
     check_vocab_size,
-    count_skipped_call,
     parse_rows,
 )
 from ..sampling_params import SamplingOptions, with_sampling_options

@@ -431,11 +431,11 @@ def test_the_operators():
     drafts = torch.arange(9)
     for probs in (None, q):
         torch.library.opcheck(
-            operators.accept.default, (*head, 1, 1, 70, drafts, probs), {"top_k_value": 5}, test_utils=checks
+            operators.accept.default, (*head, 1, 1, 70, drafts, probs, drafts), {"top_k_value": 5}, test_utils=checks
         )
         torch.library.opcheck(operators.recover.default, (*head, 2, 1, 70, drafts, probs, drafts), test_utils=checks)
     of_logits = (q.log(), None, *head[2:])
-    torch.library.opcheck(operators.accept.default, (*of_logits, 1, 1, 70, drafts, q), test_utils=checks)
+    torch.library.opcheck(operators.accept.default, (*of_logits, 1, 1, 70, drafts, q, drafts), test_utils=checks)
 
 
 # -- on a GPU

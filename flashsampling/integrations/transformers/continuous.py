@@ -36,7 +36,7 @@ except ImportError as error:
         f"({error})"
     ) from error
 
-from ...row_params import integer, reals, share
+from ...row_params import at_least_0, integer, reals, share
 from ...sampling import sample
 from ...warmup import warmup
 from ..engine.transfer import sanitize_token_ids
@@ -316,7 +316,7 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         seed = self._seeds.getrandbits(64) if seed is None else integer("seed", seed)
         if not -(2**63) <= seed < 2**64:
             raise ValueError(f"seed must have 64 bits, got {seed}")
-        for name, check in (("temperature", None), ("top_p", share)):  # transformers checks only their types
+        for name, check in (("temperature", at_least_0), ("top_p", share)):  # transformers checks only their types
             if name in kwargs:
                 reals(name, kwargs[name], 1, torch.device("cpu"), check)
         # transformers takes 0 for one token, and from 2**31 on its thread ends
