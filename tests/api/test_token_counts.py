@@ -6,7 +6,6 @@ import torch
 import flashsampling
 from flashsampling import TokenCounts
 from flashsampling.token_counts import Counted, num_token_groups
-from tests.conftest import DEVICE
 
 pytestmark = pytest.mark.every_triton
 
@@ -111,16 +110,3 @@ def test_what_is_said_beside_counts_is_checked(device):
     for wrong in (seen[:1], seen[:, :8], seen.float(), seen[0], seen.to("meta")):
         with pytest.raises(ValueError, match=r"token_counts\.seen must be"):
             flashsampling.sample(states, weight, presence_penalty=1.0, token_counts=Counted(counts, wrong))
-
-
-def test_a_compiler_sees_torch_operations():
-    """And what it compiled keeps both."""
-    state = TokenCounts(2, 100, device=DEVICE)
-    ids = torch.tensor([5, 70], device=DEVICE)
-    compiled = torch.compile(lambda ids: state.add(ids), backend="eager", fullgraph=True)
-    for _ in range(2):
-        compiled(ids)
-    assert state.counts[[0, 1], [5, 70]].tolist() == [2, 2]
-    assert torch.equal(state._seen, seen_of(state.counts))
-    state.add(ids)
-    assert torch.equal(state._seen, seen_of(state.counts))
