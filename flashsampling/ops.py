@@ -51,10 +51,6 @@ _logger = logging.getLogger(__name__)
 
 # These three are a tensor or, if that is None, a number for all rows. (field of ``SampleInputs``, type of the number)
 _ROW_PARAMETERS = (("temperature", "float"), ("seed", "SymInt"), ("offset", "SymInt"))
-# The overload ``on_host`` takes each scalar float as a tensor () on the CPU: a number that Dynamo traces as a symbol. A
-# CUDA graph would keep the value that it was captured with, so these overloads are not captured.
-_ON_HOST = "_on_host"  # suffix of such a tensor's name
-_UNSAFE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
 def _params_schema() -> str:
@@ -71,9 +67,6 @@ def _params_schema() -> str:
 
 _ROW_NUMBERS = {name: param.schema[4:] for name, param in PARAMS.items() if param.schema.startswith("row ")}
 _PARAMS_SCHEMA = _params_schema()
-_ON_HOST_SCHEMA = ", ".join(
-    f"Tensor? {name}{_ON_HOST}=None" for name, param in PARAMS.items() if param.schema == "float"
-)
 _ROWS = ", ".join(f"Tensor? {name}, {kind} {name}_value" for name, kind in _ROW_PARAMETERS)
 _STEP = f"{_ROWS}, int stream, SymInt num_samples"
 _HEAD = f"Tensor hidden_states, Tensor weight, {_STEP}"
@@ -93,9 +86,6 @@ for _schema in (
     f"recover({_REJECTION}) -> Tensor",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    if "exported" not in _schema:
-        _schema = _schema.replace("(", ".on_host(", 1).replace(") ->", f", {_ON_HOST_SCHEMA}) ->")
-        _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, *_UNSAFE))
 
 
 def _flatten_inputs(inputs: SampleInputs) -> list[Any]:
@@ -118,13 +108,8 @@ def _flatten_params(params: SamplingParams) -> dict[str, Any]:
         if name in _ROW_NUMBERS and not isinstance(value, Tensor):
             keywords[name + "_value"] = value
         elif name != "stream":
-            on_host = PARAMS[name].schema == "float" and isinstance(value, Tensor)
-            keywords[name + _ON_HOST if on_host else name] = value
+            keywords[name] = value
     return keywords
-
-
-def _overload(operator: Any, keywords: dict[str, Any]) -> Any:
-    return operator.on_host if any(name.endswith(_ON_HOST) for name in keywords) else operator.default
 
 
 def _unflatten_inputs(
@@ -135,7 +120,7 @@ def _unflatten_inputs(
     first_row = len(values) - 2 * len(_ROW_PARAMETERS)
     matrices, rows = values[:first_row], values[first_row:]
     temperature, seed, offset = (number if tensor is None else tensor for tensor, number in zip(rows[::2], rows[1::2]))
-    params = _unflatten_params(stream, _read_host_tensors(keywords))
+    params = _unflatten_params(stream, keywords)
     inputs = SampleInputs(matrices[0], matrices[-1], temperature, seed, offset, num_samples, vocab_size, shard, params)
     return inputs if len(matrices) == 2 else inputs._replace(logits=matrices[0])
 
@@ -144,15 +129,6 @@ def _pop_drafts(keywords: dict[str, Any]) -> DraftChains | None:
     """Removes the draft chains from the keyword arguments and returns them."""
     parts = [keywords.pop(name, None) for name in _DRAFTED]
     return None if parts[0] is None else DraftChains(*parts)
-
-
-def _read_host_tensors(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Replaces the tensors of ``on_host`` by their numbers. They lie on the CPU, so nothing waits for a device."""
-    return {
-        name.removesuffix(_ON_HOST): value.item() if name.endswith(_ON_HOST) else value
-        for name, value in keywords.items()
-        if not name.endswith(_ON_HOST) or value is not None
-    }
 
 
 def _unflatten_params(stream: int, keywords: dict[str, Any]) -> SamplingParams:
@@ -304,8 +280,7 @@ def _make_fake(num_matrices: int) -> Callable[..., tuple[Tensor, Tensor]]:
         if drafted is not None:
             values = states.new_empty(0, dtype=torch.float32)
             return states.new_empty(2 * drafted.token_ids.shape[0], dtype=torch.int64), values
-        params = {name: value for name, value in keywords.items() if not name.endswith(_ON_HOST)}
-        sizes = layout(states.shape[0], num_samples, _unflatten_params(stream, params))
+        sizes = layout(states.shape[0], num_samples, _unflatten_params(stream, keywords))
         values = states.new_empty(sizes.num_values, dtype=torch.float32)
         return states.new_empty(sizes.num_ids, dtype=torch.int64), values
 
@@ -327,18 +302,17 @@ def _recover(*arguments: Any, **keywords: Any) -> Tensor:
     return rejection.recover(_unflatten_rejection(arguments, keywords), *arguments[-3:])
 
 
-for _operator, _function, _fake, *_other_overloads in (
+for _name, _function, _fake in (
     ("sample", _operate, _make_fake(2)),
     ("sample_from_logits", _operate, _make_fake(1)),
-    ("sample_sharded", _operate_sharded, _make_fake(2), ".exported"),
+    ("sample_sharded", _operate_sharded, _make_fake(2)),
+    ("sample_sharded.exported", _operate_sharded, _make_fake(2)),
     ("accept", _accept, lambda *arguments, **_: torch.empty_like(arguments[-3], dtype=torch.bool)),
     ("recover", _recover, lambda *arguments, **_: torch.empty_like(arguments[-3])),
 ):
-    for _overload_name in ("", ".on_host", *_other_overloads):
-        _name = _operator + _overload_name
-        _library.impl(_name, _function, "CompositeExplicitAutograd")
-        _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # the outputs have no gradient
-        torch.library.register_fake(f"flashsampling::{_name}", _fake, lib=_library)
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # the outputs have no gradient
+    torch.library.register_fake(f"flashsampling::{_name}", _fake, lib=_library)
 _exported = torch.fx.has_side_effect(torch.ops.flashsampling.sample_sharded.exported)
 
 
@@ -361,7 +335,7 @@ def sample(inputs: SampleInputs, impl: str) -> SampleResult:
     if _is_untraced(inputs):
         return _sample(inputs, impl)
     operators, keywords = torch.ops.flashsampling, _flatten_params(inputs.params)
-    operator = _overload(operators.sample if inputs.logits is None else operators.sample_from_logits, keywords)
+    operator = operators.sample.default if inputs.logits is None else operators.sample_from_logits.default
     return SampleResult(*operator(*_flatten_inputs(inputs), inputs.vocab_size, impl, **keywords))
 
 
@@ -376,7 +350,7 @@ def sample_sharded(inputs: SampleInputs, tp: Any) -> SampleResult:
         keywords["draft_hash"] = inputs.draft_hash
     if torch.compiler._is_exporting_flag:  # is_exporting() is also true in every torch.compile of torch 2.8
         return SampleResult(*_exported(*arguments, tp.name, **keywords))
-    operator = _overload(torch.ops.flashsampling.sample_sharded, keywords)
+    operator = torch.ops.flashsampling.sample_sharded.default
     return SampleResult(*operator(*arguments, tp.name, tp.order, **keywords))
 
 
@@ -384,5 +358,5 @@ def reject(name: str, inputs: SampleInputs, *drafts: Tensor | None) -> Tensor:
     """Runs ``rejection.accept`` or ``rejection.recover``, by name, as one operator."""
     states, *rest = _flatten_inputs(inputs)
     matrices, keywords = [states, *([None] if inputs.logits is not None else [])], _flatten_params(inputs.params)
-    operator = _overload(getattr(torch.ops.flashsampling, name), keywords)
+    operator = getattr(torch.ops.flashsampling, name).default
     return operator(*matrices, *rest, inputs.vocab_size, *drafts, **keywords)  # type: ignore[no-any-return]
