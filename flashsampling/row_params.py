@@ -146,6 +146,14 @@ def is_plain(value: Any) -> TypeGuard[Tensor]:
     return is_ours and is_dense(value)
 
 
+def check_plain(name: str, value: Any, device: torch.device) -> None:
+    """Raises unless a value is a plain tensor on the device of the step."""
+    if not is_plain(value):
+        raise TypeError(f"{name} must be a plain torch.Tensor, got {describe_kind(value)}")
+    if value.device != device:
+        raise ValueError(f"{name} must be on the device of the step, {device}, got {value.device}")
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Returns whether a tensor has strides: it is neither sparse nor nested, nor another library's."""
     return tensor.layout is torch.strided and not tensor.is_nested

@@ -261,7 +261,6 @@ def reject(target: Target, given: DraftBatch, parameters: RequestParams, draft_p
         rows, params = parameters.at(nodes, drafts, target.vocab_size)
         return target.inputs(target.states.index_select(0, nodes.row), rows, params._replace(stream=stream))
 
-    ids = torch.nn.functional.pad(drafts.token_ids, (0, 1), value=-1)
     places, is_accepted = drafts.places(), drafts.token_ids >= 0
     has_drafts = given.token_ids.numel() > 0
     if has_drafts:
@@ -269,16 +268,16 @@ def reject(target: Target, given: DraftBatch, parameters: RequestParams, draft_p
         coins = ops.reject("accept", inputs, drafts.token_ids.flatten(), draft_probs, places.flatten())
         is_accepted = is_accepted & coins.view_as(is_accepted)
     accepted = drafts.up_to(is_accepted)
-    last = accepted.num_accepted[:, None]
-    inputs = inputs_at(drafts.ends(last[:, 0]), Stream.RECOVERY)
+    inputs = inputs_at(drafts.ends(accepted.num_accepted), Stream.RECOVERY)
     bonus = inputs._replace(params=inputs.params._replace(stream=Stream.TOKEN).normalized())
     tokens = ops.sample(bonus, target.impl or "").ids
     if has_drafts:
-        refused = ids.gather(1, last)[:, 0]
+        last = accepted.num_accepted[:, None]
+        refused = torch.nn.functional.pad(drafts.token_ids, (0, 1), value=-1).gather(1, last)[:, 0]
         place = torch.nn.functional.pad(places, (0, 1)).gather(1, last)[:, 0]
         was_refused = (refused >= 0) & (refused < target.vocab_size)
         tokens = torch.where(was_refused, ops.reject("recover", inputs, refused, draft_probs, place), tokens)
-    return _output(drafts, accepted, ids.masked_fill(accepted.nodes < 0, -1).scatter(1, last, tokens[:, None]))
+    return _output_of_chains(drafts, accepted, tokens)
 
 
 def _reject_over_ranks(
@@ -290,11 +289,8 @@ def _reject_over_ranks(
     probs = draft_probs if given.token_ids.numel() else None
     drafted = DraftChains(drafts.token_ids, drafts.rows, drafts.places(), probs)
     inputs = target.inputs(target.states, rows, params)
-    last, num_accepted = _draw_over_ranks(tp, inputs, drafted=drafted).view(2, given.batch)
-    ids = torch.nn.functional.pad(drafts.token_ids, (0, 1), value=-1)
-    accepted = drafts.first(num_accepted)
-    token_ids = ids.masked_fill(accepted.nodes < 0, -1).scatter(1, num_accepted[:, None], last[:, None])
-    return _output(drafts, accepted, token_ids)
+    tokens, num_accepted = _draw_over_ranks(tp, inputs, drafted=drafted).view(2, given.batch)
+    return _output_of_chains(drafts, drafts.first(num_accepted), tokens)
 
 
 def _recording_backend(target: Target, given: DraftBatch, parameters: RequestParams) -> Backend | None:
@@ -320,6 +316,12 @@ def _reject_by_kernels(
         return VerifyOutput(
             *rejection.run(inputs, backend.recorded(inputs), given.token_ids, *given[2:], draft_probs), None
         )
+
+
+def _output_of_chains(drafts: Drafts, accepted: Accepted, tokens: Tensor) -> VerifyOutput:
+    """Returns the output. ``tokens``: (B,), the one after the accepted drafts."""
+    ids = torch.nn.functional.pad(drafts.token_ids, (0, 1), value=-1).masked_fill(accepted.nodes < 0, -1)
+    return _output(drafts, accepted, ids.scatter(1, accepted.num_accepted[:, None], tokens[:, None]))
 
 
 def _output(drafts: Drafts, accepted: Accepted, token_ids: Tensor) -> VerifyOutput:
@@ -349,8 +351,7 @@ def check_draft_probs(draft_probs: Any, method: str, target: Target, given: Draf
             f"draft_probs must be on the device of the step, {target.states.device}, got {draft_probs.device}"
         )
     shape = tuple(given.token_ids.shape)
-    no_requests = given.batch == 0 and draft_probs.ndim == 2  # (N, V) of padding drafts
-    if (draft_probs.shape[:-1] != shape and not no_requests) or draft_probs.shape[-1] < target.vocab_size:
+    if draft_probs.shape[:-1] != shape or draft_probs.shape[-1] < target.vocab_size:
         wanted = f"({', '.join(map(str, shape))}, {target.vocab_size})"
         raise ValueError(f"draft_probs must have shape {wanted}, got shape {tuple(draft_probs.shape)}")
     return draft_probs.flatten(0, -2)
@@ -364,8 +365,6 @@ def parse_request_params(
     positions, batch, device = target.states.shape[0], given.batch, target.states.device
     options, masks = options.copy(), None
     mask = options.get("token_mask")
-    if batch == 0 and is_plain(mask) and mask.ndim == 2:  # rows of padding drafts
-        options["token_mask"] = mask = mask[:0]
     if is_plain(mask) and (mask.ndim == 3 or (mask.ndim == 2 and mask.shape[0] == positions != batch)):
         is_flat = mask.ndim == 2
         if mask.shape[:-1] not in ((batch, given.n + 1), (positions,)) or (given.bounds is not None) != is_flat:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..exchange_protocol import NO_TOKEN
-from ..row_params import Integers, describe_kind, integer, is_plain, is_symbolic
+from ..row_params import Integers, check_plain, integer, is_symbolic
 
 # added to a request's number: for its number of drafts, and for the most drafts
 HASH_OF_ROOM, HASH_OF_MOST = 1 << 61, 1 << 62
@@ -324,10 +324,7 @@ def _check_bounds(cu_draft_lengths: Integers, total: int, device: torch.device) 
 
 def _integers(name: str, value: Any, device: torch.device) -> Tensor:
     """Returns a contiguous int64 tensor."""
-    if not is_plain(value):
-        raise TypeError(f"{name} must be a plain torch.Tensor, got {describe_kind(value)}")
+    check_plain(name, value, device)
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {value.dtype}")
-    if value.device != device:
-        raise ValueError(f"{name} must be on the device of the step, {device}, got {value.device}")
     return value.long().contiguous()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashsampling import LMHeadSampler, TokenCounts, sample, sample_from_logits, verify, warmup
+from flashsampling import LMHeadSampler, TokenCounts, sample, sample_from_logits, warmup
 from tests.conftest import run_python
 
 STATES, WEIGHT, SEEDS = torch.randn(3, 8), torch.randn(50, 8), torch.arange(3)
@@ -101,14 +101,6 @@ def test_made_in_inference_mode_and_used_outside():
     sampler(STATES, token_counts=counts, presence_penalty=0.1)
     sampler.reset(temperature=0.3)
     assert counts.counts.sum() == 3
-
-
-@pytest.mark.parametrize("method", ["match", "rejection"])
-def test_drafts_of_no_request_one_after_the_other(method):
-    probs = {"draft_probs": torch.zeros(2, 50)} if method == "rejection" else {}
-    drafts, mask = torch.tensor([1, 2]), torch.zeros(2, 2, dtype=torch.int32)  # they belong to nobody
-    out = verify(STATES[:2], WEIGHT, drafts, cu_draft_lengths=[0], method=method, token_mask=mask, **probs)
-    assert out.token_ids.shape == (0, 1)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
