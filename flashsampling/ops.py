@@ -29,7 +29,7 @@ tokens (``_register_effectful_op`` of torch.library), which are private and whic
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
@@ -37,7 +37,6 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.nn import Parameter
 
-from . import open_groups
 from .backends import BACKENDS, Backend, named
 from .exchange_protocol import WHOLE, Shard
 from .inputs import DraftChains, SampleInputs
@@ -47,7 +46,14 @@ from .reference import rejection
 from .sampling_params import DEFAULT_PARAMS, PARAMS, SamplingParams
 from .torch_internals import dispatch_modes, function_modes, functorch_is_active, tracing_state
 
+if TYPE_CHECKING:
+    from .tensor_parallel import TensorParallel
+
 _logger = logging.getLogger(__name__)
+
+# The open groups by the names that the operator receives. A group without another reference stays until it is closed,
+# because a captured graph may replay with its buffers and peers may write to them.
+open_groups: dict[str, "TensorParallel"] = {}
 
 # These three are a tensor or, if that is None, a number for all rows. (field of ``SampleInputs``, type of the number)
 _ROW_PARAMETERS = (("temperature", "float"), ("seed", "SymInt"), ("offset", "SymInt"))
@@ -187,6 +193,16 @@ def _sample_sharded(inputs: SampleInputs, group: Any) -> SampleResult:
         raise
 
 
+def find_group(name: str) -> "TensorParallel":
+    """Returns the open group of that name. Raises ValueError if it has been closed."""
+    if name not in open_groups:
+        raise ValueError(
+            "tp must be open, it has been closed: a compiled function or an exported program needs its TensorParallel "
+            "open as long as it is called"
+        )
+    return open_groups[name]
+
+
 def dry_run(inputs: SampleInputs, group: Any) -> None:
     """Runs the kernels of a ``sample_sharded`` with sampling parameters without other ranks, to compile them."""
     _run_on_device(inputs, functools.partial(group.dry_run, choose(inputs._replace(shard=WHOLE), group.impl)))
@@ -264,7 +280,7 @@ def _operate(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
 def _operate_sharded(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
     if isinstance(arguments[-1], Tensor):  # order
         arguments = arguments[:-1]
-    group = open_groups.find(arguments[-1])
+    group = find_group(arguments[-1])
     drafted, draft_hash = _pop_drafts(keywords), keywords.pop("draft_hash", None)
     inputs = _unflatten_inputs(arguments[:-1], keywords, *group.part)
     return _as_tensors(_sample_sharded(inputs._replace(drafted=drafted, draft_hash=draft_hash), group))
@@ -342,7 +358,7 @@ def sample(inputs: SampleInputs, impl: str) -> SampleResult:
 def sample_sharded(inputs: SampleInputs, tp: Any) -> SampleResult:
     """Runs a step of the open ``TensorParallel`` ``tp``; the inputs hold its ``part``."""
     if _is_untraced(inputs):
-        return _sample_sharded(inputs, open_groups.find(tp.name))
+        return _sample_sharded(inputs, find_group(tp.name))
     arguments, keywords = _flatten_inputs(inputs), _flatten_params(inputs.params)
     if inputs.drafted is not None:
         keywords |= {name: part for name, part in zip(_DRAFTED, inputs.drafted) if part is not None}

@@ -49,9 +49,8 @@ class LMHeadSampler(nn.Module):
     Args:
         lm_head: an ``nn.Linear``, or its weight (V, D), on the device, loaded, neither quantised nor a DTensor. It is
             shared, not copied: tied embeddings stay tied. A linear layer's bias is used. The sampler does not see what
-                a model does to
-            its logits besides: soft caps (Gemma 2) and scales (Cohere, Granite), which are given here, hooks, adapters.
-            ``from_model`` finds the first two and refuses the others.
+            a model does to its logits besides: soft caps (Gemma 2) and scales (Cohere, Granite), which are given here,
+            hooks, adapters. ``from_model`` finds the first two and refuses the others.
         max_batch_size: number of rows.
         seed: one integer, from which every row gets its own seed; or max_batch_size integers, the seeds themselves;
             None draws seeds from torch's default generator.
@@ -119,16 +118,13 @@ class LMHeadSampler(nn.Module):
             rows = reals("temperature", _to(device, temperature), self.max_batch_size, device)
             if not isinstance(rows, Tensor) and dimensions(temperature):  # a list of one is per row
                 rows = torch.full((self.max_batch_size,), rows, device=device, dtype=torch.float32)
-            temperatures = rows.clone() if isinstance(rows, Tensor) else rows
-            return self._parse_rows(seed, 0, temperatures, self.max_batch_size, device)
+            return self._parse_rows(seed, 0, rows, self.max_batch_size, device)
 
         new = self._broadcast_rows(parse, "max_batch_size")
         device = self.weight.device
         with torch.inference_mode(False):  # an inference tensor could not be written outside
-            rows = _to(device, new.temperature)
-            self.temperature: Reals = (
-                rows.clone() if isinstance(rows, Tensor) else rows
-            )  # not None, because it was given
+            rows: Any = _to(device, new.temperature)  # not None, because it was given
+            self.temperature: Reals = rows.clone() if isinstance(rows, Tensor) else rows
             self.register_buffer("seeds", new.seeds.to(device).clone(), persistent=False)
             offsets = torch.zeros(self.max_batch_size, dtype=torch.int64, device=device)
             self.register_buffer("offsets", offsets, persistent=False)
@@ -259,12 +255,7 @@ class LMHeadSampler(nn.Module):
         """Returns the checked parameters of ``count`` rows; writes nothing."""
         offsets = integers("offset", _to(device, offset), count, device)
         temperatures = None if temperature is None else reals("temperature", _to(device, temperature), count, device)
-        seeds = (
-            self._draw_seeds(seed, count)
-            if seed is None or not dimensions(seed)
-            else self._take_seeds(seed, count, device)
-        )
-        return _RowState(seeds, offsets, temperatures)
+        return _RowState(_parse_seeds(seed, count, device), offsets, temperatures)
 
     def _broadcast_rows(self, parse: Callable[[], _RowState], count: str) -> _RowState:
         """Returns on every rank what ``parse`` returns on the first; raises on all if it raises on any. ``count``: what
@@ -281,20 +272,6 @@ class LMHeadSampler(nn.Module):
             self.tp.broadcast(None, error)  # raises
             raise
         return _RowState(*self.tp.broadcast(rows, must_match={count: rows.seeds.shape[0]}))
-
-    def _draw_seeds(self, seed: Integers | None, count: int) -> Tensor:
-        generator = None
-        if seed is not None:
-            cpu = torch.device("cpu")
-            generator = torch.Generator(cpu).manual_seed(int(integers("seed", _to(cpu, seed), 1, cpu)))
-        return torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, generator=generator, device="cpu")
-
-    def _take_seeds(self, seed: Integers, count: int, device: torch.device) -> Tensor:
-        shape = tuple(getattr(seed, "shape", None) or (len(seed),))  # type: ignore[arg-type]
-        if shape != (count,):  # one seed for several rows would give them the same noise
-            raise ValueError(f"seed must be one number or have shape ({count},), one per row, got shape {shape}")
-        seeds = integers("seed", _to(device, seed), count, device)
-        return seeds if isinstance(seeds, Tensor) else torch.tensor([seeds], device="cpu")
 
     def _with_head_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a call's options with the LM head's bias, scale and soft cap."""
@@ -475,6 +452,20 @@ class _BareWeight(nn.Module):
             self.weight = weight
         else:
             self.register_buffer("weight", weight)
+
+
+def _parse_seeds(seed: Integers | None, count: int, device: torch.device) -> Tensor:
+    """Returns (count,) int64: the seeds themselves, or seeds drawn from one integer or from torch's generator."""
+    if seed is not None and dimensions(seed):
+        shape = tuple(getattr(seed, "shape", None) or (len(seed),))  # type: ignore[arg-type]
+        if shape != (count,):  # one seed for several rows would give them the same noise
+            raise ValueError(f"seed must be one number or have shape ({count},), one per row, got shape {shape}")
+        seeds = integers("seed", _to(device, seed), count, device)
+        return seeds if isinstance(seeds, Tensor) else torch.tensor([seeds], device="cpu")
+    cpu, generator = torch.device("cpu"), None
+    if seed is not None:
+        generator = torch.Generator(cpu).manual_seed(int(integers("seed", _to(cpu, seed), 1, cpu)))
+    return torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, generator=generator, device=cpu)
 
 
 def _to(device: torch.device, value: Any) -> Any:

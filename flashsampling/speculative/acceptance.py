@@ -12,7 +12,7 @@ from ..backends import Backend, runs_small_kernels
 from ..inputs import DraftChains, SampleInputs
 from ..noise import Stream
 from ..outputs import SampleOutput, make_output
-from ..param_parsers import BatchShape
+from ..param_parsers import BatchShape, batch_shape
 from ..row_params import is_plain
 from ..sampling import check_kind
 from ..sampling_params import (
@@ -71,18 +71,15 @@ class Target(NamedTuple):
 
     states: Tensor  # (R, D), or logits (R, V)
     weight: Tensor | None  # None: the states are logits
-    vocab: int  # as in ``BatchShape``
-    vocab_size: int
+    shape: BatchShape  # of the positions
     impl: str | None  # the backend; None: the first that can
-    shard_rows: int | None = None  # as in ``BatchShape``
     tp: "TensorParallel | None" = None  # the weight is its shard
 
     def inputs(self, states: Tensor, rows: dict[str, Any], params: SamplingParams) -> SampleInputs:
         """Returns a step of one draw for rows of states, with their temperature, seed and offset."""
         head, logits = (states, states) if self.weight is None else (self.weight, None)
-        return SampleInputs(
-            states, head, **rows, num_samples=1, vocab_size=self.vocab_size, params=params, logits=logits
-        )
+        size = self.shape.vocab_size
+        return SampleInputs(states, head, **rows, num_samples=1, vocab_size=size, params=params, logits=logits)
 
 
 def _select(value: Any, request: Tensor) -> Any:
@@ -143,7 +140,7 @@ def match(target: Target, given: DraftBatch, parameters: RequestParams, _: Tenso
             rows, params = _expand(target, given, parameters)
             return _verify_tokens_by_kernel(given, _draw(target, rows, params, lambda: _hash(given)))
     drafts = given.drafts()
-    rows, params = parameters.at(drafts.nodes(), drafts, target.vocab_size)
+    rows, params = parameters.at(drafts.nodes(), drafts, target.shape.vocab_size)
     return _verify_tokens(drafts, _draw(target, rows, params, drafts.hash))
 
 
@@ -163,7 +160,7 @@ def sample_with_draft_hash(
     because they would accept different numbers of drafts."""
     try:
         positions = len(hidden_states)
-        shape = BatchShape(positions, tp.num_rows, tp.vocab_size, hidden_states.device, 1, len(weight))
+        shape = batch_shape(positions, len(weight), tp.vocab_size, hidden_states.device, 1, tp)
         parsed = parse_sampling_params(params, shape)
         vocab_size, shard = tp.part
         inputs = SampleInputs(
@@ -243,7 +240,7 @@ def _expand(target: Target, given: DraftBatch, parameters: RequestParams) -> tup
     counts = None
     if params.counts is not None:
         drafts = given.drafts()
-        counts = parameters.counts_at(drafts.nodes(), drafts, target.vocab_size)
+        counts = parameters.counts_at(drafts.nodes(), drafts, target.shape.vocab_size)
     expanded = parameters.expand(numbers, request, parameters.masks, counts)
     return dict(zip(("temperature", "seed", "offset"), rows)), expanded
 
@@ -258,7 +255,7 @@ def reject(target: Target, given: DraftBatch, parameters: RequestParams, draft_p
     drafts = given.drafts()
 
     def inputs_at(nodes: Nodes, stream: Stream) -> SampleInputs:
-        rows, params = parameters.at(nodes, drafts, target.vocab_size)
+        rows, params = parameters.at(nodes, drafts, target.shape.vocab_size)
         return target.inputs(target.states.index_select(0, nodes.row), rows, params._replace(stream=stream))
 
     places, is_accepted = drafts.places(), drafts.token_ids >= 0
@@ -275,7 +272,7 @@ def reject(target: Target, given: DraftBatch, parameters: RequestParams, draft_p
         last = accepted.num_accepted[:, None]
         refused = torch.nn.functional.pad(drafts.token_ids, (0, 1), value=-1).gather(1, last)[:, 0]
         place = torch.nn.functional.pad(places, (0, 1)).gather(1, last)[:, 0]
-        was_refused = (refused >= 0) & (refused < target.vocab_size)
+        was_refused = (refused >= 0) & (refused < target.shape.vocab_size)
         tokens = torch.where(was_refused, ops.reject("recover", inputs, refused, draft_probs, place), tokens)
     return _output_of_chains(drafts, accepted, tokens)
 
@@ -285,7 +282,7 @@ def _reject_over_ranks(
 ) -> VerifyOutput:
     """Rejects as ``tensor_parallel/rejection`` does."""
     drafts = given.drafts()
-    rows, params = parameters.at(drafts.nodes(), drafts, target.vocab_size)
+    rows, params = parameters.at(drafts.nodes(), drafts, target.shape.vocab_size)
     probs = draft_probs if given.token_ids.numel() else None
     drafted = DraftChains(drafts.token_ids, drafts.rows, drafts.places(), probs)
     inputs = target.inputs(target.states, rows, params)
@@ -351,8 +348,8 @@ def check_draft_probs(draft_probs: Any, method: str, target: Target, given: Draf
             f"draft_probs must be on the device of the step, {target.states.device}, got {draft_probs.device}"
         )
     shape = tuple(given.token_ids.shape)
-    if draft_probs.shape[:-1] != shape or draft_probs.shape[-1] < target.vocab_size:
-        wanted = f"({', '.join(map(str, shape))}, {target.vocab_size})"
+    if draft_probs.shape[:-1] != shape or draft_probs.shape[-1] < target.shape.vocab_size:
+        wanted = f"({', '.join(map(str, shape))}, {target.shape.vocab_size})"
         raise ValueError(f"draft_probs must have shape {wanted}, got shape {tuple(draft_probs.shape)}")
     return draft_probs.flatten(0, -2)
 
@@ -362,18 +359,16 @@ def parse_request_params(
 ) -> tuple[SamplingParams, Tensor | None]:
     """Returns the sampling parameters, a row per request, and the token masks of every position if there are such.
     ``function``: whose arguments the options are."""
-    positions, batch, device = target.states.shape[0], given.batch, target.states.device
+    positions, batch = target.shape.batch, given.batch
     options, masks = options.copy(), None
     mask = options.get("token_mask")
     if is_plain(mask) and (mask.ndim == 3 or (mask.ndim == 2 and mask.shape[0] == positions != batch)):
         is_flat = mask.ndim == 2
         if mask.shape[:-1] not in ((batch, given.n + 1), (positions,)) or (given.bounds is not None) != is_flat:
             raise ValueError(f"token_mask must have a row per request or per position, got shape {tuple(mask.shape)}")
-        shape = BatchShape(positions, target.vocab, target.vocab_size, device, 1)
-        masks = parse_sampling_params({"token_mask": mask.flatten(0, -2)}, shape).token_mask
+        masks = parse_sampling_params({"token_mask": mask.flatten(0, -2)}, target.shape).token_mask
         del options["token_mask"]
-    shape = BatchShape(batch, target.vocab, target.vocab_size, device, 1, target.shard_rows)
-    params = parse_sampling_params(options, shape, function)
+    params = parse_sampling_params(options, target.shape._replace(batch=batch), function)
     if params.needs_raw_mass():
         outputs = [name for name in params.names() if name in ("logprobs", "top_logprobs", "logprob_ids", "logsumexp")]
         raise ValueError(f"{argument_names(outputs)} must be left out: verify returns token ids alone")

@@ -328,8 +328,7 @@ def test_no_circle_among_modules():
 
 
 LAYERS = (  # a module imports, when it is imported, nothing of a later layer
-    {"noise", "exchange_protocol", "row_params", "sources"}
-    | {"token_counts", "torch_internals", "open_groups", "workspace"},
+    {"noise", "exchange_protocol", "row_params", "sources"} | {"token_counts", "torch_internals", "workspace"},
     {"param_parsers", "sampling_params"},
     {"inputs", "outputs", "backends"},
     {"reference", "kernels"},
