@@ -76,22 +76,12 @@ _PARAMS_SCHEMA = _params_schema()
 _ROWS = ", ".join(f"Tensor? {name}, {kind} {name}_value" for name, kind in _ROW_PARAMETERS)
 _STEP = f"{_ROWS}, int stream, SymInt num_samples"
 _HEAD = f"Tensor hidden_states, Tensor weight, {_STEP}"
+_LOGITS = f"Tensor logits, {_STEP}, SymInt vocab_size, str impl"
 _RESULT = "(Tensor ids, Tensor values)"
 _DRAFTED = ("draft_token_ids", "draft_rows", "draft_places", "draft_probs")  # the fields of ``DraftChains``
-_DRAFTS_SCHEMA = ", ".join(f"Tensor? {name}=None" for name in (*_DRAFTED, "draft_hash"))
+_SHARDED = ", ".join([f"*, {_PARAMS_SCHEMA}", *(f"Tensor? {name}=None" for name in (*_DRAFTED, "draft_hash"))])
 _EITHER = f"Tensor states, Tensor? weight, {_STEP}, SymInt vocab_size"
 _REJECTION = f"{_EITHER}, Tensor draft_token_ids, Tensor? draft_probs, Tensor draft_rows, *, {_PARAMS_SCHEMA}"
-
-_library = torch.library.Library("flashsampling", "DEF")
-for _schema in (
-    f"sample({_HEAD}, SymInt vocab_size, str impl, *, {_PARAMS_SCHEMA}) -> {_RESULT}",
-    f"sample_from_logits(Tensor logits, {_STEP}, SymInt vocab_size, str impl, *, {_PARAMS_SCHEMA}) -> {_RESULT}",
-    f"sample_sharded({_HEAD}, str tp, Tensor(a!) order, *, {_PARAMS_SCHEMA}, {_DRAFTS_SCHEMA}) -> {_RESULT}",
-    f"sample_sharded.exported({_HEAD}, str tp, *, {_PARAMS_SCHEMA}, {_DRAFTS_SCHEMA}) -> {_RESULT}",
-    f"accept({_REJECTION}) -> Tensor",
-    f"recover({_REJECTION}) -> Tensor",
-):
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def _flatten_inputs(inputs: SampleInputs) -> list[Any]:
@@ -318,14 +308,17 @@ def _recover(*arguments: Any, **keywords: Any) -> Tensor:
     return rejection.recover(_unflatten_rejection(arguments, keywords), *arguments[-3:])
 
 
-for _name, _function, _fake in (
-    ("sample", _operate, _make_fake(2)),
-    ("sample_from_logits", _operate, _make_fake(1)),
-    ("sample_sharded", _operate_sharded, _make_fake(2)),
-    ("sample_sharded.exported", _operate_sharded, _make_fake(2)),
-    ("accept", _accept, lambda *arguments, **_: torch.empty_like(arguments[-3], dtype=torch.bool)),
-    ("recover", _recover, lambda *arguments, **_: torch.empty_like(arguments[-3])),
+_library = torch.library.Library("flashsampling", "DEF")
+for _schema, _function, _fake in (
+    (f"sample({_HEAD}, SymInt vocab_size, str impl, *, {_PARAMS_SCHEMA}) -> {_RESULT}", _operate, _make_fake(2)),
+    (f"sample_from_logits({_LOGITS}, *, {_PARAMS_SCHEMA}) -> {_RESULT}", _operate, _make_fake(1)),
+    (f"sample_sharded({_HEAD}, str tp, Tensor(a!) order, {_SHARDED}) -> {_RESULT}", _operate_sharded, _make_fake(2)),
+    (f"sample_sharded.exported({_HEAD}, str tp, {_SHARDED}) -> {_RESULT}", _operate_sharded, _make_fake(2)),
+    (f"accept({_REJECTION}) -> Tensor", _accept, lambda *given, **_: torch.empty_like(given[-3], dtype=torch.bool)),
+    (f"recover({_REJECTION}) -> Tensor", _recover, lambda *given, **_: torch.empty_like(given[-3])),
 ):
+    _name = _schema.partition("(")[0]
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # the outputs have no gradient
     torch.library.register_fake(f"flashsampling::{_name}", _fake, lib=_library)
