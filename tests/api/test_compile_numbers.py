@@ -91,7 +91,7 @@ def _numbers_of(function):
     return sorted(names & NUMBERS.keys())
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("call", "dynamic"),  # None makes a second graph, in which every number is a symbol as in that of True
     [*((call, None) for call in [*CALLS, "sample, of ints"]), ("sample", True), ("verify", True)],

@@ -147,6 +147,20 @@ def test_what_asks_for_nothing_is_nothing():
     assert asked_by(logit_bias=torch.zeros(70)).names() == ["dense_bias"]
 
 
+def test_a_call_without_parameters_holds_the_default_object(monkeypatch):
+    seen: list[SamplingParams] = []
+    run = ops._sample
+
+    def watched(inputs, impl):
+        seen.append(inputs.params)
+        return run(inputs, impl)
+
+    monkeypatch.setattr(ops, "_sample", watched)
+    sample(STATES, WEIGHT, seed=SEEDS)
+    sample_from_logits(STATES, seed=SEEDS)
+    assert all(params is DEFAULT_PARAMS for params in seen)
+
+
 @pytest.mark.parametrize(
     "function", [sample, sample_from_logits, verify, verify_from_logits, LMHeadSampler.forward, flashsampling.warmup]
 )

@@ -38,7 +38,7 @@ def written_out(drafted: DraftChains, method: str) -> tuple[VerifyOutput, float]
     return VerifyOutput(token_ids, accepted, emitted, None if drafted.parents is None else path), margin
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("method", "tree"), CASES)
 @pytest.mark.parametrize("head", [False, True])
 def test_draft_by_draft(method, tree, head):

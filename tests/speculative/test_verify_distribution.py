@@ -105,6 +105,31 @@ def test_joint_distribution(method, drafter, holes):
     assert_joint(target, emitted(target, propose, method=method))
 
 
+def test_filters_and_penalties_are_in_p():
+    """Rejection with top-k: the joint distribution of what it keeps; with a presence penalty: no draft comes twice."""
+    kept = TARGET.masked_fill(TARGET.amin(1, keepdim=True) == TARGET, -math.inf)
+    q = DRAFTERS["bad"](TARGET)
+    propose = chain(q, 2, "rejection", torch.Generator().manual_seed(3))
+    assert_joint(kept, emitted(TARGET, propose, method="rejection", top_k=torch.full((REQUESTS,), 2)))
+    rows = 500
+    drafts = torch.tensor([[1, 1, 2]]).expand(rows, 3)
+    probs = torch.nn.functional.one_hot(drafts, VOCAB).float()
+    logits = torch.tensor([-20.0, 9.0, 0.0]).expand(rows, 4, VOCAB)
+    counts = torch.zeros(rows, VOCAB, dtype=torch.int32)
+    out = verify_from_logits(
+        logits,
+        drafts,
+        method="rejection",
+        draft_probs=probs,
+        presence_penalty=50.0,
+        token_counts=counts,
+        seed=torch.arange(rows),
+    )
+    assert (out.num_accepted >= 1).float().mean() > 0.99
+    assert out.num_accepted.max() == 1  # the second 1 has 9 - 50
+    assert not counts.any()
+
+
 def binomial(successes: int, trials: int, probability: float) -> None:
     """Within what a fair coin of that probability does with LEVEL; 0 and 1 exactly."""
     deviation = math.sqrt(trials * probability * (1 - probability))
