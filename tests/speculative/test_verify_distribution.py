@@ -264,3 +264,18 @@ def test_groups_of_rows_are_one(monkeypatch):
         monkeypatch.setattr(streaming, "_LOGITS_AT_ONCE", {"cpu": 16 * rows, "cuda": 16 * rows})
         out = verify_from_logits(states, drafts, method="rejection", draft_probs=q, seed=torch.arange(9))
         assert torch.equal(out.token_ids, expected.token_ids)
+
+
+def test_every_draft_has_its_own_q():
+    """In both layouts. A q of 0 accepts every draft that the target may draw, one of 1e9 accepts none."""
+    is_accepted = torch.rand(40, 3, generator=torch.Generator().manual_seed(6)) < 0.7
+    probs = torch.where(is_accepted, 0.0, 1e9)[:, :, None].expand(-1, -1, 4)
+    logits, drafts, options = torch.zeros(40, 4, 4), torch.zeros(40, 3, dtype=torch.int64), {"method": "rejection"}
+    out = verify_from_logits(logits, drafts, draft_probs=probs, seed=torch.arange(40), **options)
+    assert torch.equal(out.num_accepted, is_accepted.long().cumprod(1).sum(1))
+    lengths = torch.arange(40) % 4
+    there = torch.arange(3) < lengths[:, None]
+    flat = {"cu_draft_lengths": [0, *lengths.cumsum(0).tolist()], "max_draft_length": 3, "draft_probs": probs[there]}
+    states = torch.zeros(int(lengths.sum()) + 40, 4)
+    out = verify_from_logits(states, drafts[there], seed=torch.arange(40), **flat, **options)
+    assert torch.equal(out.num_accepted, (is_accepted & there).long().cumprod(1).sum(1))
