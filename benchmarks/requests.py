@@ -44,6 +44,7 @@ def more_requests(batch: int, vocab: int) -> dict[str, SamplingParams]:
     words = torch.randint(-(2**31), 2**31 - 1, (batch, -(-vocab // 32)), dtype=torch.int32, device="cuda")
     state = TokenCounts(batch, vocab, device="cuda")  # of texts of some 300 tokens
     state.counts.copy_(torch.rand(batch, vocab, device="cuda") < 0.002)
+    state.recount()
     ids = torch.randint(0, vocab, (batch, 32), dtype=torch.int32, device="cuda")
     penalties = SamplingParams(
         **state.read(batch)._asdict(), repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1

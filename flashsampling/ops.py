@@ -29,7 +29,7 @@ tokens (``_register_effectful_op`` of torch.library), which are private and whic
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
@@ -37,7 +37,6 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.nn import Parameter
 
-from . import open_groups
 from .backends import BACKENDS, Backend, named
 from .exchange_protocol import WHOLE, Shard
 from .inputs import DraftChains, SampleInputs
@@ -47,14 +46,17 @@ from .reference import rejection
 from .sampling_params import DEFAULT_PARAMS, PARAMS, SamplingParams
 from .torch_internals import dispatch_modes, function_modes, functorch_is_active, tracing_state
 
+if TYPE_CHECKING:
+    from .tensor_parallel import TensorParallel
+
 _logger = logging.getLogger(__name__)
+
+# The open groups by the names that the operator receives. A group without another reference stays until it is closed,
+# because a captured graph may replay with its buffers and peers may write to them.
+open_groups: dict[str, "TensorParallel"] = {}
 
 # These three are a tensor or, if that is None, a number for all rows. (field of ``SampleInputs``, type of the number)
 _ROW_PARAMETERS = (("temperature", "float"), ("seed", "SymInt"), ("offset", "SymInt"))
-# The overload ``on_host`` takes each scalar float as a tensor () on the CPU: a number that Dynamo traces as a symbol. A
-# CUDA graph would keep the value that it was captured with, so these overloads are not captured.
-_ON_HOST = "_on_host"  # suffix of such a tensor's name
-_UNSAFE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
 def _params_schema() -> str:
@@ -71,30 +73,15 @@ def _params_schema() -> str:
 
 _ROW_NUMBERS = {name: param.schema[4:] for name, param in PARAMS.items() if param.schema.startswith("row ")}
 _PARAMS_SCHEMA = _params_schema()
-_ON_HOST_SCHEMA = ", ".join(
-    f"Tensor? {name}{_ON_HOST}=None" for name, param in PARAMS.items() if param.schema == "float"
-)
 _ROWS = ", ".join(f"Tensor? {name}, {kind} {name}_value" for name, kind in _ROW_PARAMETERS)
 _STEP = f"{_ROWS}, int stream, SymInt num_samples"
 _HEAD = f"Tensor hidden_states, Tensor weight, {_STEP}"
+_LOGITS = f"Tensor logits, {_STEP}, SymInt vocab_size, str impl"
 _RESULT = "(Tensor ids, Tensor values)"
 _DRAFTED = ("draft_token_ids", "draft_rows", "draft_places", "draft_probs")  # the fields of ``DraftChains``
-_DRAFTS_SCHEMA = ", ".join(f"Tensor? {name}=None" for name in (*_DRAFTED, "draft_hash"))
-_EITHER = f"Tensor states, Tensor? weight, {_STEP}, SymInt vocab_size, Tensor draft_token_ids, Tensor? draft_probs"
-
-_library = torch.library.Library("flashsampling", "DEF")
-for _schema in (
-    f"sample({_HEAD}, SymInt vocab_size, str impl, *, {_PARAMS_SCHEMA}) -> {_RESULT}",
-    f"sample_from_logits(Tensor logits, {_STEP}, SymInt vocab_size, str impl, *, {_PARAMS_SCHEMA}) -> {_RESULT}",
-    f"sample_sharded({_HEAD}, str tp, Tensor(a!) order, *, {_PARAMS_SCHEMA}, {_DRAFTS_SCHEMA}) -> {_RESULT}",
-    f"sample_sharded.exported({_HEAD}, str tp, *, {_PARAMS_SCHEMA}, {_DRAFTS_SCHEMA}) -> {_RESULT}",
-    f"accept({_EITHER}, *, {_PARAMS_SCHEMA}) -> Tensor",
-    f"recover({_EITHER}, Tensor draft_rows, *, {_PARAMS_SCHEMA}) -> Tensor",
-):
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    if "exported" not in _schema:
-        _schema = _schema.replace("(", ".on_host(", 1).replace(") ->", f", {_ON_HOST_SCHEMA}) ->")
-        _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, *_UNSAFE))
+_SHARDED = ", ".join([f"*, {_PARAMS_SCHEMA}", *(f"Tensor? {name}=None" for name in (*_DRAFTED, "draft_hash"))])
+_EITHER = f"Tensor states, Tensor? weight, {_STEP}, SymInt vocab_size"
+_REJECTION = f"{_EITHER}, Tensor draft_token_ids, Tensor? draft_probs, Tensor draft_rows, *, {_PARAMS_SCHEMA}"
 
 
 def _flatten_inputs(inputs: SampleInputs) -> list[Any]:
@@ -117,13 +104,8 @@ def _flatten_params(params: SamplingParams) -> dict[str, Any]:
         if name in _ROW_NUMBERS and not isinstance(value, Tensor):
             keywords[name + "_value"] = value
         elif name != "stream":
-            on_host = PARAMS[name].schema == "float" and isinstance(value, Tensor)
-            keywords[name + _ON_HOST if on_host else name] = value
+            keywords[name] = value
     return keywords
-
-
-def _overload(operator: Any, keywords: dict[str, Any]) -> Any:
-    return operator.on_host if any(name.endswith(_ON_HOST) for name in keywords) else operator.default
 
 
 def _unflatten_inputs(
@@ -134,7 +116,7 @@ def _unflatten_inputs(
     first_row = len(values) - 2 * len(_ROW_PARAMETERS)
     matrices, rows = values[:first_row], values[first_row:]
     temperature, seed, offset = (number if tensor is None else tensor for tensor, number in zip(rows[::2], rows[1::2]))
-    params = _unflatten_params(stream, _read_host_tensors(keywords))
+    params = _unflatten_params(stream, keywords)
     inputs = SampleInputs(matrices[0], matrices[-1], temperature, seed, offset, num_samples, vocab_size, shard, params)
     return inputs if len(matrices) == 2 else inputs._replace(logits=matrices[0])
 
@@ -143,15 +125,6 @@ def _pop_drafts(keywords: dict[str, Any]) -> DraftChains | None:
     """Removes the draft chains from the keyword arguments and returns them."""
     parts = [keywords.pop(name, None) for name in _DRAFTED]
     return None if parts[0] is None else DraftChains(*parts)
-
-
-def _read_host_tensors(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Replaces the tensors of ``on_host`` by their numbers. They lie on the CPU, so nothing waits for a device."""
-    return {
-        name.removesuffix(_ON_HOST): value.item() if name.endswith(_ON_HOST) else value
-        for name, value in keywords.items()
-        if not name.endswith(_ON_HOST) or value is not None
-    }
 
 
 def _unflatten_params(stream: int, keywords: dict[str, Any]) -> SamplingParams:
@@ -210,6 +183,16 @@ def _sample_sharded(inputs: SampleInputs, group: Any) -> SampleResult:
         raise
 
 
+def find_group(name: str) -> "TensorParallel":
+    """Returns the open group of that name. Raises ValueError if it has been closed."""
+    if name not in open_groups:
+        raise ValueError(
+            "tp must be open, it has been closed: a compiled function or an exported program needs its TensorParallel "
+            "open as long as it is called"
+        )
+    return open_groups[name]
+
+
 def dry_run(inputs: SampleInputs, group: Any) -> None:
     """Runs the kernels of a ``sample_sharded`` with sampling parameters without other ranks, to compile them."""
     _run_on_device(inputs, functools.partial(group.dry_run, choose(inputs._replace(shard=WHOLE), group.impl)))
@@ -241,15 +224,19 @@ def _run_on_device(inputs: SampleInputs, run: Callable[[SampleInputs], SampleRes
     return run(inputs)
 
 
-def count_skipped_call(group: Any, error: BaseException) -> None:
-    """Counts a call that raised, once per error, however many callers pass the error on: ranks then notice that they
-    differ.
+def count_skipped_call(tp: object, error: BaseException) -> None:
+    """Counts a call with a ``TensorParallel`` that raised: this rank joined no step, and the others may have. Counts
+    once per error, however many callers pass the error on.
 
     An error of the exchange itself is counted too: it has failed the group for good, so one more count changes nothing.
     """
-    if getattr(error, "_left_out_of", None) != group.name:
-        error._left_out_of = group.name  # type: ignore[attr-defined]
-        group.count_skipped_call()
+    if tp is None:
+        return
+    from .tensor_parallel import TensorParallel  # imported already if the caller has one
+
+    if isinstance(tp, TensorParallel) and getattr(error, "_left_out_of", None) != tp.name:
+        error._left_out_of = tp.name  # type: ignore[attr-defined]
+        tp.count_skipped_call()
 
 
 @functools.cache  # logs each once
@@ -283,7 +270,7 @@ def _operate(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
 def _operate_sharded(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
     if isinstance(arguments[-1], Tensor):  # order
         arguments = arguments[:-1]
-    group = open_groups.find(arguments[-1])
+    group = find_group(arguments[-1])
     drafted, draft_hash = _pop_drafts(keywords), keywords.pop("draft_hash", None)
     inputs = _unflatten_inputs(arguments[:-1], keywords, *group.part)
     return _as_tensors(_sample_sharded(inputs._replace(drafted=drafted, draft_hash=draft_hash), group))
@@ -299,49 +286,42 @@ def _make_fake(num_matrices: int) -> Callable[..., tuple[Tensor, Tensor]]:
         if drafted is not None:
             values = states.new_empty(0, dtype=torch.float32)
             return states.new_empty(2 * drafted.token_ids.shape[0], dtype=torch.int64), values
-        params = {name: value for name, value in keywords.items() if not name.endswith(_ON_HOST)}
-        sizes = layout(states.shape[0], num_samples, _unflatten_params(stream, params))
+        sizes = layout(states.shape[0], num_samples, _unflatten_params(stream, keywords))
         values = states.new_empty(sizes.num_values, dtype=torch.float32)
         return states.new_empty(sizes.num_ids, dtype=torch.int64), values
 
     return fake
 
 
-def _unflatten_drafted(arguments: tuple[Any, ...], keywords: dict[str, Any], num_drafts: int) -> SampleInputs:
-    """Returns the inputs of ``accept`` or ``recover``, whose last ``num_drafts`` arguments are about drafts."""
-    states, weight, *rows, vocab_size = arguments[:-num_drafts]
+def _unflatten_rejection(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> SampleInputs:
+    """Returns the inputs of ``accept`` or ``recover``, whose last three arguments are about drafts."""
+    states, weight, *rows, vocab_size = arguments[:-3]
     matrices = (states,) if weight is None else (states, weight)
     return _unflatten_inputs((*matrices, *rows), keywords, vocab_size)
 
 
 def _accept(*arguments: Any, **keywords: Any) -> Tensor:
-    return rejection.accept(_unflatten_drafted(arguments, keywords, 2), *arguments[-2:])
+    return rejection.accept(_unflatten_rejection(arguments, keywords), *arguments[-3:])
 
 
 def _recover(*arguments: Any, **keywords: Any) -> Tensor:
-    return rejection.recover(_unflatten_drafted(arguments, keywords, 3), *arguments[-3:])
+    return rejection.recover(_unflatten_rejection(arguments, keywords), *arguments[-3:])
 
 
-def _fake_accept(*arguments: Any, **keywords: Any) -> Tensor:
-    return arguments[-2].new_empty(arguments[-2].shape, dtype=torch.bool)
-
-
-def _fake_recover(*arguments: Any, **keywords: Any) -> Tensor:
-    return torch.empty_like(arguments[-3])
-
-
-for _operator, _function, _fake, *_other_overloads in (
-    ("sample", _operate, _make_fake(2)),
-    ("sample_from_logits", _operate, _make_fake(1)),
-    ("sample_sharded", _operate_sharded, _make_fake(2), ".exported"),
-    ("accept", _accept, _fake_accept),
-    ("recover", _recover, _fake_recover),
+_library = torch.library.Library("flashsampling", "DEF")
+for _schema, _function, _fake in (
+    (f"sample({_HEAD}, SymInt vocab_size, str impl, *, {_PARAMS_SCHEMA}) -> {_RESULT}", _operate, _make_fake(2)),
+    (f"sample_from_logits({_LOGITS}, *, {_PARAMS_SCHEMA}) -> {_RESULT}", _operate, _make_fake(1)),
+    (f"sample_sharded({_HEAD}, str tp, Tensor(a!) order, {_SHARDED}) -> {_RESULT}", _operate_sharded, _make_fake(2)),
+    (f"sample_sharded.exported({_HEAD}, str tp, {_SHARDED}) -> {_RESULT}", _operate_sharded, _make_fake(2)),
+    (f"accept({_REJECTION}) -> Tensor", _accept, lambda *given, **_: torch.empty_like(given[-3], dtype=torch.bool)),
+    (f"recover({_REJECTION}) -> Tensor", _recover, lambda *given, **_: torch.empty_like(given[-3])),
 ):
-    for _overload_name in ("", ".on_host", *_other_overloads):
-        _name = _operator + _overload_name
-        _library.impl(_name, _function, "CompositeExplicitAutograd")
-        _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # the outputs have no gradient
-        torch.library.register_fake(f"flashsampling::{_name}", _fake, lib=_library)
+    _name = _schema.partition("(")[0]
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # the outputs have no gradient
+    torch.library.register_fake(f"flashsampling::{_name}", _fake, lib=_library)
 _exported = torch.fx.has_side_effect(torch.ops.flashsampling.sample_sharded.exported)
 
 
@@ -364,14 +344,14 @@ def sample(inputs: SampleInputs, impl: str) -> SampleResult:
     if _is_untraced(inputs):
         return _sample(inputs, impl)
     operators, keywords = torch.ops.flashsampling, _flatten_params(inputs.params)
-    operator = _overload(operators.sample if inputs.logits is None else operators.sample_from_logits, keywords)
+    operator = operators.sample.default if inputs.logits is None else operators.sample_from_logits.default
     return SampleResult(*operator(*_flatten_inputs(inputs), inputs.vocab_size, impl, **keywords))
 
 
 def sample_sharded(inputs: SampleInputs, tp: Any) -> SampleResult:
     """Runs a step of the open ``TensorParallel`` ``tp``; the inputs hold its ``part``."""
     if _is_untraced(inputs):
-        return _sample_sharded(inputs, open_groups.find(tp.name))
+        return _sample_sharded(inputs, find_group(tp.name))
     arguments, keywords = _flatten_inputs(inputs), _flatten_params(inputs.params)
     if inputs.drafted is not None:
         keywords |= {name: part for name, part in zip(_DRAFTED, inputs.drafted) if part is not None}
@@ -379,25 +359,13 @@ def sample_sharded(inputs: SampleInputs, tp: Any) -> SampleResult:
         keywords["draft_hash"] = inputs.draft_hash
     if torch.compiler._is_exporting_flag:  # is_exporting() is also true in every torch.compile of torch 2.8
         return SampleResult(*_exported(*arguments, tp.name, **keywords))
-    operator = _overload(torch.ops.flashsampling.sample_sharded, keywords)
+    operator = torch.ops.flashsampling.sample_sharded.default
     return SampleResult(*operator(*arguments, tp.name, tp.order, **keywords))
 
 
-def _flatten_either(inputs: SampleInputs) -> list[Any]:
-    """Returns the inputs as ``accept`` and ``recover`` take them."""
+def reject(name: str, inputs: SampleInputs, *drafts: Tensor | None) -> Tensor:
+    """Runs ``rejection.accept`` or ``rejection.recover``, by name, as one operator."""
     states, *rest = _flatten_inputs(inputs)
-    return [states, *([None] if inputs.logits is not None else []), *rest, inputs.vocab_size]
-
-
-def accept(inputs: SampleInputs, draft_token_ids: Tensor, draft_probs: Tensor | None) -> Tensor:
-    """Runs ``rejection.accept`` as one operator."""
-    keywords = _flatten_params(inputs.params)
-    operator = _overload(torch.ops.flashsampling.accept, keywords)
-    return operator(*_flatten_either(inputs), draft_token_ids, draft_probs, **keywords)
-
-
-def recover(inputs: SampleInputs, draft_token_ids: Tensor, draft_probs: Tensor | None, draft_rows: Tensor) -> Tensor:
-    """Runs ``rejection.recover`` as one operator."""
-    keywords = _flatten_params(inputs.params)
-    operator = _overload(torch.ops.flashsampling.recover, keywords)
-    return operator(*_flatten_either(inputs), draft_token_ids, draft_probs, draft_rows, **keywords)
+    matrices, keywords = [states, *([None] if inputs.logits is not None else [])], _flatten_params(inputs.params)
+    operator = getattr(torch.ops.flashsampling, name).default
+    return operator(*matrices, *rest, inputs.vocab_size, *drafts, **keywords)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .row_params import describe_kind, finite, flags, integer, integers, is_plain, is_symbolic, real, reals
+from .row_params import Check, check_plain, flags, integer, integers, is_symbolic, real, reals
 from .token_counts import Counted, TokenCounts, num_token_groups
 
 MAX_BIASED = 1024  # ids per row
@@ -18,9 +18,6 @@ MAX_TOP_LOGPROBS = 20
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IDS = (torch.int32, torch.int64)
 _OTHER_FORMS = "of a dict d pass (list(d), list(d.values())), of (id, value) pairs tuple(zip(*pairs))"
-_MIN_SOFT_CAP = torch.finfo(
-    torch.float32
-).smallest_normal  # the kernels' float32 may flush a smaller one to 0, which is no cap
 
 
 class BatchShape(NamedTuple):
@@ -48,20 +45,9 @@ def batch_shape(batch: int, rows: int, vocab_size: int, device: torch.device, nu
 # -- one number
 
 
-def number(check: Callable[[str, float], float]) -> Parser:
-    """Returns a parser for one real number; ``check`` raises if it is out of range."""
+def number(check: Check) -> Parser:
+    """Returns a parser for one real number."""
     return lambda name, value, shape: {name: real(name, value, check)}
-
-
-def soft_cap_range(name: str, value: float) -> float:
-    """Raises ValueError unless a soft cap is 0 (none), or finite and at least the smallest normal float32."""
-    cap = finite(name, value)
-    if cap < 0:
-        raise ValueError(f"{name} must be at least 0, got {value}")
-    if cap * 2.0**500 * (cap - _MIN_SOFT_CAP) < 0:  # 0 < cap < minimum in one comparison: one guard under torch.compile
-        least = f"{_MIN_SOFT_CAP:.3g}, the smallest normal float32"
-        raise ValueError(f"{name} must be 0, for none, or at least {least}, got {value}")
-    return cap
 
 
 def parse_flag(name: str, value: Any, shape: BatchShape) -> Fields:
@@ -82,9 +68,8 @@ def parse_top_logprobs(name: str, value: Any, shape: BatchShape) -> Fields:
 # -- one number, or one per row
 
 
-def row_reals(check: Callable[[str, float], float]) -> Parser:
-    """Returns a parser for a real number or one per row; ``check`` raises if one that the host knows is out of
-    range."""
+def row_reals(check: Check) -> Parser:
+    """Returns a parser for a real number or one per row. Numbers in tensors are not checked."""
     return lambda name, value, shape: {name: reals(name, value, shape.batch, shape.device, check)}
 
 
@@ -106,7 +91,7 @@ def parse_row_flags(name: str, value: Any, shape: BatchShape) -> Fields:
 
 def parse_head_bias(name: str, value: Any, shape: BatchShape) -> Fields:
     """Parses the LM head's bias, (V,), or this rank's part of it."""
-    _check_tensor(name, value, shape)
+    check_plain(name, value, shape.device)
     rows = shape.vocab if shape.shard_rows is None else shape.shard_rows
     if tuple(value.shape) != (rows,):
         owner = "the head" if shape.shard_rows is None else "this rank's shard"
@@ -119,7 +104,7 @@ def parse_head_bias(name: str, value: Any, shape: BatchShape) -> Fields:
 def parse_logit_bias(name: str, value: Any, shape: BatchShape) -> Fields:
     """Parses a bias of all rows, (V,), or a pair of ids and values, (B, n)."""
     if isinstance(value, Tensor):
-        _check_tensor(name, value, shape)
+        check_plain(name, value, shape.device)
         if value.ndim != 1 or not shape.vocab_size <= value.shape[0] <= shape.vocab:
             wanted = f"a tensor ({shape.vocab_size},), for all rows, or ids and values, ({shape.batch}, n) each"
             raise ValueError(f"{name} must be {wanted}, got shape {tuple(value.shape)}")
@@ -155,21 +140,21 @@ def parse_token_counts(name: str, value: Any, shape: BatchShape) -> Fields:
                 f"num_samples must be 1 with a TokenCounts, which counts one token per row, got {shape.num_samples}"
             )
         counts, seen = value.read(shape.batch)
-        _check_tensor(name, counts, shape)
+        check_plain(name, counts, shape.device)
         if value.max_batch_size < shape.batch:
             raise ValueError(f"{name} must have a row for each of {shape.batch} rows, got {value.max_batch_size}")
         if value.vocab_size < shape.vocab_size:
             raise ValueError(f"{name} must be of at least {shape.vocab_size} tokens, got {value.vocab_size}")
         return {"counts": counts, "seen": seen}
     counts, seen = value if isinstance(value, Counted) else (value, None)
-    _check_tensor(name, counts, shape)
+    check_plain(name, counts, shape.device)
     if counts.dtype is not torch.int32:
         raise TypeError(f"{name} must be a TokenCounts or int32, got {counts.dtype}")
     if counts.ndim != 2 or counts.shape[0] != shape.batch or counts.shape[1] < shape.vocab_size:
         wanted = f"({shape.batch}, {shape.vocab_size})"
         raise ValueError(f"{name} must have shape {wanted}, got shape {tuple(counts.shape)}")
     if seen is not None:
-        _check_tensor(f"{name}.seen", seen, shape)
+        check_plain(f"{name}.seen", seen, shape.device)
         groups = num_token_groups(counts.shape[1])
         if seen.dtype is not torch.uint8 or seen.ndim != 2 or seen.shape != (shape.batch, groups):
             wanted = f"({shape.batch}, {groups}) uint8"
@@ -179,7 +164,7 @@ def parse_token_counts(name: str, value: Any, shape: BatchShape) -> Fields:
 
 def parse_token_mask(name: str, value: Any, shape: BatchShape) -> Fields:
     """Parses a bit mask, (B, ceil(V / 32)) int32, or one row of it."""
-    _check_tensor(name, value, shape)
+    check_plain(name, value, shape.device)
     words = -(-shape.vocab_size // 32)
     if value.dtype is not torch.int32:
         hint = ": bit t & 31 of word t >> 5 is set where token t is allowed"
@@ -205,13 +190,6 @@ def parse_logprob_ids(name: str, value: Any, shape: BatchShape) -> Fields:
 # -- tensors
 
 
-def _check_tensor(name: str, value: Any, shape: BatchShape) -> None:
-    if not is_plain(value):
-        raise TypeError(f"{name} must be a plain torch.Tensor, got {describe_kind(value)}")
-    if value.device != shape.device:
-        raise ValueError(f"{name} must be on the device of the step, {shape.device}, got {value.device}")
-
-
 def _as_float32(name: str, value: Tensor) -> Tensor:
     if value.dtype not in _FLOATS:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {value.dtype}")
@@ -232,7 +210,7 @@ def _as_matrix(name: str, value: Any, shape: BatchShape) -> Tensor:
             ) from None
         if value.numel() == 0 and value.is_floating_point():  # torch takes [] for floats
             value = value.long()
-    _check_tensor(name, value, shape)
+    check_plain(name, value, shape.device)
     if value.ndim == 1:
         value = value.expand(shape.batch, -1)
     if value.ndim != 2 or value.shape[0] != shape.batch:

@@ -30,80 +30,26 @@ class Array(Protocol):
 
 Integers: TypeAlias = SupportsIndex | Sequence[SupportsIndex] | Array | Tensor
 Reals: TypeAlias = float | Sequence[float] | Array | Tensor
+Check: TypeAlias = Callable[[str, float], float]  # (argument's name, number); returns the number, or raises ValueError
 
 
-def integers(
-    name: str, value: Integers, batch: int, device: torch.device, also: torch.dtype = torch.int64
-) -> Tensor | int:
-    """Returns 64 bits per row, as two's complement: a tensor (batch,) int64, or one number for all rows. A tensor of
-    the dtype ``also`` is not converted."""
-    if type(value) is int and -(2**63) <= value < 2**63:
-        return value
-    if isinstance(value, Tensor):
-        dtype = value.dtype
-        if dtype not in _INTEGERS:
-            raise TypeError(f"{name} must be an integer tensor, got {dtype}")
-        return _rows(name, value, batch, device, also if dtype is also else torch.int64)
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        numbers = [
-            _two_s_complement(name, number)
-            for number in _numbers(name, value, "an int or integers, one per row", _integer)
-        ]
-        if len(numbers) != 1:
-            return _column(name, numbers, batch, device, torch.int64)
-        return numbers[0]  # type: ignore[no-any-return]
-    if -(2**63) <= value < 2**63:
-        return value  # type: ignore[return-value] # a SymInt serves as an int
-    return _two_s_complement(name, value)
+def _range(contains: Callable[[float], bool], wanted: str) -> Check:
+    """Returns a check that takes the numbers of a range."""
+
+    def check(name: str, value: float) -> float:
+        if not contains(value):
+            raise ValueError(f"{name} must be {wanted}, got {value}")
+        return float(value)
+
+    return check
 
 
-def reals(
-    name: str, value: Reals, batch: int, device: torch.device, check: "Callable[[str, float], float] | None" = None
-) -> Tensor | float:
-    """Returns a tensor (batch,) float32, or one number for all rows.
-
-    ``check`` takes each number that the host knows and returns it, or raises ValueError. None: a number is at least 0,
-    and one beyond float32 is infinite. A number that Dynamo traces as a symbol becomes a tensor: AOTAutograd makes a
-    constant, and so a graph for each value, of every float that reaches an operator other than torch's own arithmetic
-    (``torch.fx.passes._tensorify_python_scalars``). ``torch.full`` is no such arithmetic, a product is.
-    """
-    if not isinstance(value, float) and isinstance(value, Tensor):  # the latter takes 0.2 us for a float
-        if not value.dtype.is_floating_point and value.dtype not in _INTEGERS:
-            raise TypeError(f"{name} must be a tensor of floating-point numbers or integers, got {value.dtype}")
-        return _rows(name, value, batch, device, torch.float32)
-    check = check or at_least_0
-    if isinstance(value, _NUMBERS) and not isinstance(value, bool):
-        number = check(name, value)
-        return torch.ones(batch, dtype=torch.float32, device=device) * number if is_symbolic(number) else number
-    numbers = [check(name, number) for number in _numbers(name, value, "a number or numbers, one per row", _real)]
-    return numbers[0] if len(numbers) == 1 else _column(name, numbers, batch, device, torch.float32)
-
-
-def flags(name: str, value: Any, batch: int, device: torch.device) -> Tensor | int:
-    """Returns a flag per row: a tensor (batch,) int32, not 0 for True, or 0 or 1 for all rows. Takes bools, or a tensor
-    of bools or int32."""
-    if isinstance(value, Tensor):
-        if value.dtype not in (torch.bool, torch.int32):
-            raise TypeError(f"{name} must be a bool, bools or int32, one per row, got a tensor of {value.dtype}")
-        return _rows(name, value, batch, device, torch.int32, "a bool")
-    bools = _numbers(name, value, "a bool or bools, one per row", _bool)
-    return int(bools[0]) if len(bools) == 1 else _column(name, bools, batch, device, torch.int32, "a bool")
-
-
-def real(name: str, value: float, check: Callable[[str, float], float]) -> float:
-    """Returns one number for all rows, which the host knows and ``check`` takes. A number that Dynamo traces as a
-    symbol becomes a tensor () float64 on the CPU, see ``reals``."""
-    if isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a number, got Tensor")
-    if not isinstance(value, _NUMBERS) or isinstance(value, bool):
-        numbers = _numbers(name, value, "a number", _real)
-        if len(numbers) != 1:
-            raise TypeError(f"{name} must be a number, got {len(numbers)} of them")
-        value = numbers[0]
-    number = check(name, value)
-    if is_symbolic(number):
-        return torch.ones((), dtype=torch.float64, device="cpu") * number  # type: ignore[return-value]
-    return number
+# NaN is in none of them; "finite" numbers are those that float32 holds
+finite = _range(lambda value: -_MAX_FLOAT32 <= value <= _MAX_FLOAT32, "finite")
+finite_from_0 = _range(lambda value: 0 <= value <= _MAX_FLOAT32, "at least 0 and finite")
+above_0 = _range(lambda value: 0 < value <= _MAX_FLOAT32, "above 0 and finite")
+share = _range(lambda value: 0 <= value <= 1, "from 0 to 1")
+share_below_1 = _range(lambda value: 0 <= value < 1, "at least 0 and below 1")
 
 
 def at_least_0(name: str, value: float) -> float:
@@ -113,36 +59,67 @@ def at_least_0(name: str, value: float) -> float:
     return float(value) if value <= _MAX_FLOAT32 else math.inf
 
 
-def finite(name: str, value: float) -> float:
-    """Returns a number that float32 holds."""
-    if not -_MAX_FLOAT32 <= value <= _MAX_FLOAT32:
-        raise ValueError(f"{name} must be finite, got {value}")
-    return float(value)
+def integers(
+    name: str, value: Integers, batch: int, device: torch.device, also: torch.dtype = torch.int64
+) -> Tensor | int:
+    """Returns 64 bits per row, as two's complement: a tensor (batch,) int64, or one number for all rows. A tensor of
+    the dtype ``also`` is not converted."""
+    if type(value) is int and -(2**63) <= value < 2**63:  # saves 2 us
+        return value
+    if isinstance(value, Tensor):
+        dtype = value.dtype
+        if dtype not in _INTEGERS:
+            raise TypeError(f"{name} must be an integer tensor, got {dtype}")
+        return _rows(name, value, batch, device, also if dtype is also else torch.int64)
+    if isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value] # serves as an int
+    numbers = _numbers(name, value, "an int or integers, one per row", _integer)
+    return _column(name, [_two_s_complement(name, number) for number in numbers], batch, device, torch.int64)
 
 
-def above_0(name: str, value: float) -> float:
-    """Returns a positive number that float32 holds."""
-    if not 0 < value <= _MAX_FLOAT32:
-        raise ValueError(f"{name} must be above 0 and finite, got {value}")
-    return float(value)
+def reals(name: str, value: Reals, batch: int, device: torch.device, check: Check = at_least_0) -> Tensor | float:
+    """Returns a tensor (batch,) float32, or one number for all rows.
+
+    ``check`` takes each number that the host knows and returns it, or raises ValueError. A number that Dynamo traces as
+    a symbol becomes a tensor: AOTAutograd makes a constant, and so a graph for each value, of every float that reaches
+    an operator other than torch's own arithmetic (``torch.fx.passes._tensorify_python_scalars``). ``torch.full`` is no
+    such arithmetic, a product is.
+    """
+    if isinstance(value, Tensor):
+        if not value.dtype.is_floating_point and value.dtype not in _INTEGERS:
+            raise TypeError(f"{name} must be a tensor of floating-point numbers or integers, got {value.dtype}")
+        return _rows(name, value, batch, device, torch.float32)
+    if isinstance(value, _NUMBERS) and not isinstance(value, bool):  # saves 2 us
+        number = check(name, value)
+        return torch.ones(batch, dtype=torch.float32, device=device) * number if is_symbolic(number) else number
+    numbers = _numbers(name, value, "a number or numbers, one per row", _real)
+    return _column(name, [check(name, number) for number in numbers], batch, device, torch.float32)
 
 
-def share(name: str, value: float) -> float:
-    """Returns a number from 0 to 1."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be from 0 to 1, got {value}")
-    return float(value)
+def flags(name: str, value: Any, batch: int, device: torch.device) -> Tensor | int:
+    """Returns a flag per row: a tensor (batch,) int32, not 0 for True, or 0 or 1 for all rows. Takes bools, or a tensor
+    of bools or int32."""
+    if isinstance(value, Tensor):
+        if value.dtype not in (torch.bool, torch.int32):
+            raise TypeError(f"{name} must be a bool, bools or int32, one per row, got a tensor of {value.dtype}")
+        return _rows(name, value, batch, device, torch.int32, "a bool")
+    bits = _numbers(name, value, "a bool or bools, one per row", _bit)
+    return _column(name, bits, batch, device, torch.int32, "a bool")
 
 
-def share_below_1(name: str, value: float) -> float:
-    """Returns a number from 0 up to, but not including, 1."""
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
-    return float(value)
+def real(name: str, value: float, check: Check) -> float:
+    """Returns one number for all rows, which the host knows and ``check`` takes."""
+    if not isinstance(value, _NUMBERS) or isinstance(value, bool):
+        if isinstance(value, Tensor) or dimensions(value):
+            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        (value,) = _numbers(name, value, "a number", _real)
+    return check(name, value)
 
 
-def integer(name: str, value: SupportsIndex) -> int:
+def integer(name: str, value: Any) -> int:
     """Returns an int from anything that Python takes as an index, except a bool."""
+    if isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value] # serves as an int
     try:
         return value if type(value) is int else _integer(value)
     except TypeError:
@@ -167,6 +144,14 @@ def is_plain(value: Any) -> TypeGuard[Tensor]:
     # torch's class of fake tensors is private
     is_ours = is_ours or (kind.__name__ == "FakeTensor" and kind.__module__.startswith("torch."))
     return is_ours and is_dense(value)
+
+
+def check_plain(name: str, value: Any, device: torch.device) -> None:
+    """Raises unless a value is a plain tensor on the device of the step."""
+    if not is_plain(value):
+        raise TypeError(f"{name} must be a plain torch.Tensor, got {describe_kind(value)}")
+    if value.device != device:
+        raise ValueError(f"{name} must be on the device of the step, {device}, got {value.device}")
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -222,10 +207,10 @@ def _integer(value: Any) -> int:
     return operator.index(value)
 
 
-def _bool(value: Any) -> bool:
+def _bit(value: Any) -> int:
     if not isinstance(value, bool):
         raise TypeError
-    return value
+    return int(value)
 
 
 def _real(value: Any) -> float:
@@ -258,8 +243,10 @@ def _numbers(name: str, value: Any, wanted: str, number: Callable[[Any], Any]) -
 
 def _column(
     name: str, numbers: list[Any], batch: int, device: torch.device, dtype: torch.dtype, one: str = "a number"
-) -> Tensor:
-    """Returns a value per row, copied to the device."""
+) -> Any:
+    """Returns one number for all rows, or a value per row, copied to the device."""
+    if len(numbers) == 1:
+        return numbers[0]
     if len(numbers) != batch:
         raise _shape_error(name, batch, (len(numbers),), one)
     return torch.tensor(numbers, dtype=dtype, device=device)

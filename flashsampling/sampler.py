@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from .ops import count_skipped_call
 from .outputs import SampleOutput
-from .param_parsers import soft_cap_range
-from .row_params import Integers, Reals, dimensions, finite, integer, integers, real, reals, row_index
-from .sampling import check_impl, check_tensor_parallel, check_vocab_size, check_weight, count_skipped_call, draw
+from .row_params import Integers, Reals, dimensions, finite, finite_from_0, integer, integers, real, reals, row_index
+from .sampling import check_impl, check_tensor_parallel, check_vocab_size, check_weight, draw
 from .sampling_params import SamplingOptions, unexpected_argument, with_sampling_options
 from .speculative.verification import VerifyOutput, verify
 
@@ -49,9 +49,8 @@ class LMHeadSampler(nn.Module):
     Args:
         lm_head: an ``nn.Linear``, or its weight (V, D), on the device, loaded, neither quantised nor a DTensor. It is
             shared, not copied: tied embeddings stay tied. A linear layer's bias is used. The sampler does not see what
-                a model does to
-            its logits besides: soft caps (Gemma 2) and scales (Cohere, Granite), which are given here, hooks, adapters.
-            ``from_model`` finds the first two and refuses the others.
+            a model does to its logits besides: soft caps (Gemma 2) and scales (Cohere, Granite), which are given here,
+            hooks, adapters. ``from_model`` finds the first two and refuses the others.
         max_batch_size: number of rows.
         seed: one integer, from which every row gets its own seed; or max_batch_size integers, the seeds themselves;
             None draws seeds from torch's default generator.
@@ -119,16 +118,13 @@ class LMHeadSampler(nn.Module):
             rows = reals("temperature", _to(device, temperature), self.max_batch_size, device)
             if not isinstance(rows, Tensor) and dimensions(temperature):  # a list of one is per row
                 rows = torch.full((self.max_batch_size,), rows, device=device, dtype=torch.float32)
-            temperatures = rows.clone() if isinstance(rows, Tensor) else rows
-            return self._parse_rows(seed, 0, temperatures, self.max_batch_size, device)
+            return self._parse_rows(seed, 0, rows, self.max_batch_size, device)
 
         new = self._broadcast_rows(parse, "max_batch_size")
         device = self.weight.device
         with torch.inference_mode(False):  # an inference tensor could not be written outside
-            rows = _to(device, new.temperature)
-            self.temperature: Reals = (
-                rows.clone() if isinstance(rows, Tensor) else rows
-            )  # not None, because it was given
+            rows: Any = _to(device, new.temperature)  # not None, because it was given
+            self.temperature: Reals = rows.clone() if isinstance(rows, Tensor) else rows
             self.register_buffer("seeds", new.seeds.to(device).clone(), persistent=False)
             offsets = torch.zeros(self.max_batch_size, dtype=torch.int64, device=device)
             self.register_buffer("offsets", offsets, persistent=False)
@@ -157,17 +153,15 @@ class LMHeadSampler(nn.Module):
         max_batch_size = integer("max_batch_size", max_batch_size)
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
-        if isinstance(lm_head, Tensor):
-            self.bare = _BareWeight(lm_head)
         # in a tuple, which nn.Module does not register: the LM head is saved and named where it belongs
-        self._owner: tuple[nn.Module] = (self.bare if isinstance(lm_head, Tensor) else lm_head,)
+        self._owner: tuple[nn.Module] = (_BareWeight(lm_head) if isinstance(lm_head, Tensor) else lm_head,)
         self._has_bias = self.bias is not None  # saves 2 us per call: nn.Module raises and catches an AttributeError
         return max_batch_size
 
     def _set_transform(self, logit_scale: float, soft_cap: float) -> None:
         """Sets what the model does to its LM head's output."""
         self.logit_scale = real("logit_scale", logit_scale, finite)
-        self.soft_cap = real("soft_cap", soft_cap, soft_cap_range)
+        self.soft_cap = real("soft_cap", soft_cap, finite_from_0)
         transform = (("logit_scale", self.logit_scale, 1.0), ("soft_cap", self.soft_cap, 0.0))
         self._transform = {name: value for name, value, off in transform if value != off}
 
@@ -260,12 +254,7 @@ class LMHeadSampler(nn.Module):
         """Returns the checked parameters of ``count`` rows; writes nothing."""
         offsets = integers("offset", _to(device, offset), count, device)
         temperatures = None if temperature is None else reals("temperature", _to(device, temperature), count, device)
-        seeds = (
-            self._draw_seeds(seed, count)
-            if seed is None or not dimensions(seed)
-            else self._take_seeds(seed, count, device)
-        )
-        return _RowState(seeds, offsets, temperatures)
+        return _RowState(_parse_seeds(seed, count, device), offsets, temperatures)
 
     def _broadcast_rows(self, parse: Callable[[], _RowState], count: str) -> _RowState:
         """Returns on every rank what ``parse`` returns on the first; raises on all if it raises on any. ``count``: what
@@ -282,20 +271,6 @@ class LMHeadSampler(nn.Module):
             self.tp.broadcast(None, error)  # raises
             raise
         return _RowState(*self.tp.broadcast(rows, must_match={count: rows.seeds.shape[0]}))
-
-    def _draw_seeds(self, seed: Integers | None, count: int) -> Tensor:
-        generator = None
-        if seed is not None:
-            cpu = torch.device("cpu")
-            generator = torch.Generator(cpu).manual_seed(int(integers("seed", _to(cpu, seed), 1, cpu)))
-        return torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, generator=generator, device="cpu")
-
-    def _take_seeds(self, seed: Integers, count: int, device: torch.device) -> Tensor:
-        shape = tuple(getattr(seed, "shape", None) or (len(seed),))  # type: ignore[arg-type]
-        if shape != (count,):  # one seed for several rows would give them the same noise
-            raise ValueError(f"seed must be one number or have shape ({count},), one per row, got shape {shape}")
-        seeds = integers("seed", _to(device, seed), count, device)
-        return seeds if isinstance(seeds, Tensor) else torch.tensor([seeds], device="cpu")
 
     def _with_head_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a call's options with the LM head's bias, scale and soft cap."""
@@ -366,10 +341,7 @@ class LMHeadSampler(nn.Module):
         return out
 
     def _default_temperature(self, batch: int) -> Reals:
-        temperature = self.temperature
-        if isinstance(temperature, float) or not isinstance(temperature, Tensor):  # the latter takes 0.2 us for a float
-            return temperature
-        return temperature[:batch]
+        return self.temperature[:batch] if isinstance(self.temperature, Tensor) else self.temperature
 
     def verify(
         self,
@@ -445,31 +417,22 @@ class LMHeadSampler(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LMHeadSampler":
         super()._apply(fn, recurse)
-        if recurse and self._owner[0] is not self._modules.get("bare"):
+        if recurse:
             self._owner[0]._apply(fn)
         if isinstance(self.temperature, Tensor):  # no buffer: .half() would round it
             self.temperature = self.temperature.to(self.seeds.device)
         return self
 
     def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *arguments: Any
     ) -> None:
-        key = prefix + "weight"  # a state dict of 0.1.0 holds the weight under the sampler's name
-        if key in state_dict:
-            self._owner[0]._load_from_state_dict(
-                {key: state_dict[key]}, prefix, local_metadata, False, [], [], error_msgs
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+        is_shared = isinstance(self._owner[0], _BareWeight) and isinstance(self.weight, nn.Parameter)
+        if is_shared and local_metadata.get("assign_to_params_buffers"):
+            arguments[-1].append(
+                "load_state_dict(assign=True) replaces the parameter that an LMHeadSampler was made with, which would "
+                "go on with the old one; make it from the nn.Linear, or make it after loading"
             )
-            state_dict = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
 
     def extra_repr(self) -> str:
         """Returns what ``repr`` shows."""
@@ -480,28 +443,28 @@ class LMHeadSampler(nn.Module):
 
 
 class _BareWeight(nn.Module):
-    """Holds a weight that came without its module: it moves with the sampler, and its owner saves it."""
+    """Holds a weight that came without its module, so that it moves with the sampler."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         if isinstance(weight, nn.Parameter):
             self.weight = weight
         else:
-            self.register_buffer("weight", weight, persistent=False)
+            self.register_buffer("weight", weight)
 
-    def _save_to_state_dict(self, *arguments: Any) -> None:
-        pass
 
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *arguments: Any
-    ) -> None:
-        if prefix + "weight" in state_dict:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
-        elif local_metadata.get("assign_to_params_buffers") and self._parameters:
-            arguments[-1].append(
-                "load_state_dict(assign=True) replaces the parameter that an LMHeadSampler was made with, which would "
-                "go on with the old one; make it from the nn.Linear, or make it after loading"
-            )
+def _parse_seeds(seed: Integers | None, count: int, device: torch.device) -> Tensor:
+    """Returns (count,) int64: the seeds themselves, or seeds drawn from one integer or from torch's generator."""
+    if seed is not None and dimensions(seed):
+        shape = tuple(getattr(seed, "shape", None) or (len(seed),))  # type: ignore[arg-type]
+        if shape != (count,):  # one seed for several rows would give them the same noise
+            raise ValueError(f"seed must be one number or have shape ({count},), one per row, got shape {shape}")
+        seeds = integers("seed", _to(device, seed), count, device)
+        return seeds if isinstance(seeds, Tensor) else torch.tensor([seeds], device="cpu")
+    cpu, generator = torch.device("cpu"), None
+    if seed is not None:
+        generator = torch.Generator(cpu).manual_seed(int(integers("seed", _to(cpu, seed), 1, cpu)))
+    return torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, generator=generator, device=cpu)
 
 
 def _to(device: torch.device, value: Any) -> Any:

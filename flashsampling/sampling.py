@@ -97,7 +97,7 @@ def sample(
             must be open whenever they run.
         bias: (V,), the LM head's bias, float32, bfloat16 or float16, added in fp32.
         logit_scale: factor of every logit (Cohere; for Granite, which divides, 1 / x).
-        soft_cap: c replaces a logit by ``c * tanh(logit / c)`` (Gemma); at least 1.2e-38, or 0 for none.
+        soft_cap: c replaces a logit by ``c * tanh(logit / c)`` (Gemma); 0 is off.
         logit_bias: (V,), dtypes as ``bias``, added in all rows; or a pair of token ids (int32 or int64) and values,
             each (B, n), or (n,) for all rows, n up to 1024. Ids out of range, such as -1, are ignored; values of a
             repeated id are summed.
@@ -148,8 +148,9 @@ def sample(
     the copy. Tensors on the device are read by kernels only: a row with a filter that is NaN there gives -1.
 
     ``torch.compile`` makes at most two graphs for all values of a number, except for the integers 0 and 1, which have
-    their own. A number that changes is a tensor in such a graph: a value that switches its parameter off costs as much
-        as one that does not.
+    their own, and for ``logit_scale`` and ``soft_cap``, which are a model's constants: each value is a graph. A number
+    that changes is a tensor in such a graph: a value that switches its parameter off costs as much as one that does
+    not.
 
     Returns:
         SampleOutput.
@@ -236,7 +237,7 @@ def draw(
         inputs = SampleInputs(hidden_states, weight, temperatures, seeds, offsets, num_samples, tokens, shard, params)
         result = ops.sample(inputs, impl or "") if tp is None else ops.sample_sharded(inputs, tp)
     except BaseException as error:
-        count_skipped_call(tp, error)
+        ops.count_skipped_call(tp, error)
         raise
     return make_output(result, batch, num_samples, params, options.get("token_counts"))
 
@@ -364,11 +365,9 @@ def check_matrices(
         raise ValueError(f"hidden_states must have 2 dimensions, got shape {tuple(shape)}; {hint}")
     if dtype not in DTYPES:
         raise TypeError(f"hidden_states must be bfloat16, float16 or float32, got {dtype}")
-    if weight.dtype is not dtype:
+    if weight.dtype is not dtype or len(weight_shape) != 2 or weight_shape[0] < least_rows or weight_shape[1] < 1:
         check_weight(weight, least_rows)
         raise TypeError(f"weight must have the dtype of hidden_states, {dtype}, got {weight.dtype}")
-    if len(weight_shape) != 2:
-        check_weight(weight, least_rows)
     if weight.device != device:
         raise ValueError(f"weight must be on the device of hidden_states, {device}, got {weight.device}")
     (batch, dim), (vocab, columns) = shape, weight_shape
@@ -380,8 +379,6 @@ def check_matrices(
             )
         hint = "; it is (D, V): pass weight.T.contiguous()" if dim == vocab else ""
         raise ValueError(f"weight must have the {dim} columns of hidden_states, got shape {tuple(weight_shape)}{hint}")
-    if vocab < least_rows or dim < 1:
-        check_weight(weight, least_rows)
     return batch, vocab, device
 
 
@@ -433,27 +430,22 @@ def check_kind(name: str, tensor: object) -> None:
 
 def check_vocab_size(vocab_size: int | None, vocab: int, whose: str = "weight", what: str = "rows") -> int:
     """Returns how many of ``vocab`` rows may be sampled. Raises what ``sample`` documents."""
-    if vocab_size is None:
-        vocab_size = vocab
-    else:
-        vocab_size = vocab_size if isinstance(vocab_size, torch.SymInt) else integer("vocab_size", vocab_size)
-        if not 1 <= vocab_size <= vocab:
-            raise ValueError(f"vocab_size must be from 1 to the {vocab} {what} of {whose}, got {vocab_size}")
-    if vocab_size > NO_TOKEN:  # this id says that there is no token
+    size = vocab if vocab_size is None else integer("vocab_size", vocab_size)
+    if vocab_size is not None and not 1 <= size <= vocab:
+        raise ValueError(f"vocab_size must be from 1 to the {vocab} {what} of {whose}, got {size}")
+    if size > NO_TOKEN:  # this id says that there is no token
         raise ValueError(
-            f"{whose} must have at most 2**31 - 1 {what} that can be sampled, got {vocab_size}; vocab_size says how "
-            "many can"
+            f"{whose} must have at most 2**31 - 1 {what} that can be sampled, got {size}; vocab_size says how many can"
         )
-    return vocab_size
+    return size
 
 
 def check_num_samples(num_samples: Any) -> int:
     """Returns the number of draws per row. Raises what ``sample`` documents."""
-    is_int = type(num_samples) is int or isinstance(num_samples, torch.SymInt)
-    count = num_samples if is_int else integer("num_samples", num_samples)
+    count = integer("num_samples", num_samples)
     if not 1 <= count <= noise.MAX_DRAWS:
         raise ValueError(f"num_samples must be from 1 to 2**24, got {count}")
-    return count  # type: ignore[return-value] # a SymInt serves as an int
+    return count
 
 
 def check_impl(impl: str | None) -> None:
@@ -474,12 +466,3 @@ def check_tensor_parallel(tp: "TensorParallel", vocab_size: int | None, impl: st
         raise ValueError("vocab_size must be given to TensorParallel, not together with tp")
     if impl is not None and impl != tp.impl:
         raise ValueError(f"impl must be None or tp.impl = {tp.impl!r} with tp, got {impl!r}")
-
-
-def count_skipped_call(tp: object, error: BaseException) -> None:
-    """Counts a call with ``tp`` that raised: this rank joined no step, and the others may have."""
-    if tp is not None:
-        from .tensor_parallel import TensorParallel
-
-        if isinstance(tp, TensorParallel):
-            ops.count_skipped_call(tp, error)

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import param_parsers as parsers
 from .noise import Stream
 from .param_parsers import BatchShape, Parser
-from .row_params import Integers, Reals, above_0, finite, share, share_below_1
+from .row_params import Integers, Reals, above_0, finite, finite_from_0, share, share_below_1
 from .token_counts import Counted, TokenCounts
 
 LogitBias: TypeAlias = Tensor | tuple[Any, Any]
@@ -42,8 +42,7 @@ class SamplingParams(NamedTuple):
     be wider, and their further columns are ignored. A dimension of 1 or V elements is contiguous; rows may have any
     stride, 0 included.
 
-    Under ``torch.compile`` a float that changes between calls is a tensor: (B,), or () on the CPU for ``logit_scale``
-    and ``soft_cap``.
+    Under ``torch.compile`` a float of the rows that changes between calls is a tensor (B,).
     """
 
     stream: Stream = Stream.TOKEN  # of the noise; no parameter of ``sample``
@@ -54,7 +53,7 @@ class SamplingParams(NamedTuple):
         Param("Tensor?", parsers.parse_head_bias, is_rank_local=True),
     ] = None
     logit_scale: Annotated[float, Param("float", parsers.number(finite))] = 1.0
-    soft_cap: Annotated[float, Param("float", parsers.number(parsers.soft_cap_range))] = 0.0  # 0: none
+    soft_cap: Annotated[float, Param("float", parsers.number(finite_from_0))] = 0.0  # 0: none
 
     # The processed logits, in this order
     dense_bias: Annotated[
@@ -276,9 +275,15 @@ def parse_sampling_params(
             raise unexpected_argument(name, function)
         if value is not None and value is not False:
             fields |= _PARSERS[name](name, value, shape)
-    _check_penalties(fields, options)
-    # not isinstance(x, Tensor), which takes 0.2 us for what is none
-    fields = {n: x for n, x in fields.items() if not isinstance(x, (int, float)) or x != getattr(DEFAULT_PARAMS, n)}
+    fields = {name: value for name, value in fields.items() if _is_on(name, value)}
+    penalties = [name for name in PENALTIES if name in fields]
+    if penalties and "counts" not in fields:
+        # of the options, because a float that Dynamo traces is a tensor among the fields
+        penalties = [name for name in penalties if _is_on(name, options[name])]
+        if penalties:
+            raise ValueError(f"token_counts must be given with {penalties[0]}")
+    if not penalties:  # counts alone change no logit
+        fields = {name: value for name, value in fields.items() if name not in ("counts", "seen")}
     if not fields:
         return DEFAULT_PARAMS
     # not SamplingParams(**fields): Dynamo takes that one's defaults for symbols with dynamic=True
@@ -288,18 +293,6 @@ def parse_sampling_params(
     return params
 
 
-def _check_penalties(fields: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Raises ValueError for a penalty without counts. Removes counts without a penalty, which change no logit."""
-    names = []
-    for name in PENALTIES:
-        if name in fields:
-            value = fields[name]
-            if "counts" not in fields and isinstance(options[name], (int, float)):
-                value = options[name]  # the parser made a tensor of a float that Dynamo traces; the value must be off
-            if isinstance(value, Tensor) or value != getattr(DEFAULT_PARAMS, name):
-                names.append(name)
-    if names and "counts" not in fields:
-        raise ValueError(f"token_counts must be given with {names[0]}")
-    if not names:
-        fields.pop("counts", None)
-        fields.pop("seen", None)
+def _is_on(name: str, value: Any) -> bool:
+    """Returns whether the value of a field is not its default; a tensor's elements are not read."""
+    return not isinstance(value, (int, float)) or value != getattr(DEFAULT_PARAMS, name)

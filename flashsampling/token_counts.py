@@ -32,11 +32,6 @@ def _make_seen(counts: Tensor) -> Tensor:
     return some.view(-1, groups, _GROUP).any(2).to(torch.uint8)
 
 
-def _num_writes(counts: Tensor) -> int:
-    """Returns how often torch has written to a tensor; 0 of one made in inference mode, where torch does not count."""
-    return 0 if counts.is_inference() else counts._version
-
-
 class TokenCounts:
     """Counts, for every row, how often each token occurs in its output and which tokens its prompt has, for the
     penalties of ``flashsampling.sample``.
@@ -45,10 +40,9 @@ class TokenCounts:
     device and nothing is allocated per step: a CUDA graph can capture such a step, and every replay counts on.
 
     A text has few of a vocabulary's tokens, so the object also keeps which groups of 16 tokens have a count; the Hopper
-    kernel reads no other counts. Writing to ``counts`` needs no care in eager calls: ``sample`` recounts once after
-    ``counts`` was read as an attribute, and after each write that torch counts. Compiled code and replays of CUDA
-    graphs do not recount, nor does anything notice writes that torch does not count (``numpy``, DLPack, a collective,
-    another kernel) through a tensor that was read earlier. Call ``recount`` after those.
+    kernel reads no other counts. Once ``counts`` was read as an attribute, other code may write to it: steps then read
+    all counts, which takes longer, until ``recount``. Call ``recount`` after any later write, and before a CUDA graph
+    replays that was captured before a write.
 
     Args:
         max_batch_size: number of rows.
@@ -86,23 +80,13 @@ class TokenCounts:
         with torch.inference_mode(False):  # an inference tensor could not be written outside
             self._counts = torch.zeros(sizes, dtype=torch.int32, device=device)
             self._seen = torch.zeros((sizes[0], num_token_groups(sizes[1])), dtype=torch.uint8, device=device)
-        # the counts that ``_seen`` was made of, and torch's count of writes to them
-        self._known: tuple[Tensor, int] | None = None
-        self._note_writes()
+        self._is_shared = False  # other code may have written to the counts
 
     @property
     def counts(self) -> Tensor:
         """(max_batch_size, vocab_size) int32."""
-        self._known = None  # the caller may write to it
+        self._is_shared = True
         return self._counts
-
-    @counts.setter
-    def counts(self, counts: Tensor) -> None:
-        self._known, self._counts = None, counts
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns the state without torch's count of writes, which a copy restarts."""
-        return self.__dict__ | {"_known": None}
 
     @property
     def max_batch_size(self) -> int:
@@ -126,18 +110,15 @@ class TokenCounts:
             TypeError, ValueError: an argument does not fit; no row has changed then.
         """
         index = row_index(rows, self.max_batch_size)
-        self._check_writes()
         fresh = torch.zeros_like(self._counts[index])
         if prompt_token_ids is not None:
-            ids = self._matrix("prompt_token_ids", prompt_token_ids, len(fresh))
+            ids = self._matrix(prompt_token_ids, len(fresh))
             there = (ids >= 0) & (ids < self.vocab_size)
             bits = torch.where(there, IN_PROMPT, 0).to(torch.int32)
             fresh.scatter_reduce_(1, torch.where(there, ids, 0), bits, "amin")
         self._counts[index] = fresh
-        self._seen[index] = _make_seen(
-            self._counts[index]
-        )  # not of ``fresh``: a row that is named twice has one of its values
-        self._note_writes()
+        # not of ``fresh``: a row that is named twice has one of its values
+        self._seen[index] = _make_seen(self._counts[index])
 
     def add(self, token_ids: Tensor, rows: Tensor | slice | int | list[int] | None = None) -> None:
         """Counts tokens of the output. -1 and other ids out of range are ignored.
@@ -165,8 +146,9 @@ class TokenCounts:
                 raise ValueError(
                     f"token_ids must have a row for each of {len(chosen)} rows, got shape {tuple(token_ids.shape)}"
                 )
-        self._check_writes()
-        if self._counts_by_kernel(ids):
+        from .backends import runs_small_kernels  # imports this module
+
+        if runs_small_kernels(self._counts) and type(ids) is Tensor and ids.device == self._counts.device:
             # not by an import statement: the fingerprint of the Hopper kernels' cache would include Triton's sources
             token_counts = importlib.import_module(".kernels.triton.token_counts", __package__)
             with torch.cuda.device_of(self._counts):
@@ -182,52 +164,26 @@ class TokenCounts:
             chosen = chosen[:, None].expand_as(ids)
             self._counts.index_put_((chosen, ids), ones, accumulate=True)
             self._seen[chosen, ids // _GROUP] = 1
-        self._note_writes()
 
     def read(self, batch_size: int) -> Counted:
         """Returns what a step of rows 0 to ``batch_size`` - 1 reads. ``sample`` takes it as ``token_counts`` and then
         does not count the drawn tokens."""
-        self._check_writes()
-        return Counted(self._counts[:batch_size], self._seen[:batch_size])
+        return Counted(self._counts[:batch_size], None if self._is_shared else self._seen[:batch_size])
 
     def recount(self) -> None:
-        """Reads all counts again, after a write that torch does not count."""
-        seen = _make_seen(self._counts)
-        if self._seen.shape == seen.shape and self._seen.device == seen.device:
-            self._seen.copy_(seen)  # a CUDA graph reads this memory
-        else:
-            self._seen = seen
-        self._note_writes()
+        """Notes which tokens have a count, after writes to ``counts``."""
+        self._seen.copy_(_make_seen(self._counts))  # in place: CUDA graphs read this memory
+        self._is_shared = False
 
-    def _counts_by_kernel(self, ids: Tensor) -> bool:
-        """Returns whether one launch can count."""
-        from .backends import runs_small_kernels  # imports this module
-
-        return (
-            runs_small_kernels(self._counts)
-            and self._counts.stride(1) == 1  # a tensor that replaced ``counts`` may have other strides
-            and type(ids) is Tensor
-            and ids.device == self._counts.device
-        )
-
-    def _check_writes(self) -> None:
-        """Recounts if other code has written to the counts."""
-        if torch.compiler.is_compiling():
-            return
-        if self._known is None or self._known[0] is not self._counts or self._known[1] != _num_writes(self._counts):
-            self.recount()
-
-    def _note_writes(self) -> None:
-        if not torch.compiler.is_compiling():
-            self._known = self._counts, _num_writes(self._counts)
-
-    def _matrix(self, name: str, given: Any, count: int) -> Tensor:
+    def _matrix(self, given: Any, count: int) -> Tensor:
         """Returns (count, n) int64 on the device, -1 after a row's end."""
         if not isinstance(given, Tensor):
             if hasattr(given, "tolist"):
                 given = given.tolist()
             if not isinstance(given, Sequence):
-                raise TypeError(f"{name} must be token ids, or a list of them per row, got {type(given).__name__}")
+                raise TypeError(
+                    f"prompt_token_ids must be token ids, or a list of them per row, got {type(given).__name__}"
+                )
             lists = [row.tolist() if hasattr(row, "tolist") else row for row in given]
             if not all(isinstance(row, (list, tuple)) for row in lists) or (not lists and count):
                 lists = [lists]
@@ -236,11 +192,13 @@ class TokenCounts:
                 given = torch.tensor([[*row, *[-1] * (longest - len(row))] for row in lists], device="cpu")
                 given = given.view(len(lists), longest)
             except (TypeError, ValueError, RuntimeError) as error:
-                raise TypeError(f"{name} must be token ids, or a list of them per row: {error}") from None
+                raise TypeError(f"prompt_token_ids must be token ids, or a list of them per row: {error}") from None
             given = given if given.numel() else given.long()  # torch takes [] for floats
         if given.is_floating_point() or given.dtype is torch.bool:
-            raise TypeError(f"{name} must be integers, got {given.dtype}")
+            raise TypeError(f"prompt_token_ids must be integers, got {given.dtype}")
         given = given[None] if given.ndim == 1 else given
         if given.ndim != 2 or len(given) != count:
-            raise ValueError(f"{name} must have one row for each of {count} rows, got shape {tuple(given.shape)}")
+            raise ValueError(
+                f"prompt_token_ids must have one row for each of {count} rows, got shape {tuple(given.shape)}"
+            )
         return given.to(self._counts.device, torch.int64)

@@ -16,14 +16,7 @@ from .exchange_protocol import WHOLE
 from .inputs import SampleInputs, example
 from .param_parsers import batch_shape
 from .row_params import integer
-from .sampling import (
-    check_impl,
-    check_num_samples,
-    check_tensor_parallel,
-    check_vocab_size,
-    check_weight,
-    count_skipped_call,
-)
+from .sampling import check_impl, check_num_samples, check_tensor_parallel, check_vocab_size, check_weight
 from .sampling_params import (
     DEFAULT_PARAMS,
     SamplingOptions,
@@ -178,7 +171,7 @@ def warmup_mixes(
             torch.cuda.current_stream(weight.device).synchronize()
         return kernels
     except BaseException as error:
-        count_skipped_call(tp, error)
+        ops.count_skipped_call(tp, error)
         raise
 
 

@@ -62,8 +62,7 @@ def processed(
         there = (params.bias_ids >= 0) & (params.bias_ids < vocab_size)
         ids, values = torch.where(there, params.bias_ids, 0).long(), torch.where(there, params.bias_values, 0.0)
         logits = logits.scatter_add(1, ids, values.to(logits.dtype))
-    if params.counts is not None:
-        logits = penalised(logits, params)
+    logits = penalised(logits, params)
     mask = allowed(params, vocab_size)
     return logits if mask is None else logits.masked_fill(~mask, float("-inf"))
 

@@ -49,7 +49,8 @@ def _at(values: Tensor, ids: Tensor) -> Tensor:
 def accept(
     step: SampleInputs,
     draft_token_ids: Tensor,  # (B,) int64; -1 or out of range: never accepted
-    draft_probs: Tensor | None,  # (B, V); None: each was certain
+    draft_probs: Tensor | None,  # (N, V); None: each was certain
+    draft_rows: Tensor,  # (B,) int64, in range: the row of ``draft_probs`` for each
 ) -> Tensor:
     """Returns (B,) bool: u q(x) < p(x) with a uniform coin u per row, which has probability min(1, p(x) / q(x))."""
     rows = step.rows()
@@ -58,7 +59,9 @@ def accept(
         p = probabilities(logits, part)
         ids = draft_token_ids[some]
         u = noise.coin(rows.seed[some], rows.offset[some])
-        q = 1.0 if draft_probs is None else _at(draft_probs[some, : step.vocab_size], ids).clamp(min=0.0).double()
+        q: Tensor | float = 1.0
+        if draft_probs is not None:
+            q = draft_probs[draft_rows[some], ids.clamp(0, step.vocab_size - 1)].clamp(min=0.0).double()
         accepted[some] = u * q < _at(p, ids)
     return accepted
 

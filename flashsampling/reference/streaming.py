@@ -1,8 +1,8 @@
 """Pure torch on any device: the vocabulary in chunks with a running maximum, extra memory O(B x chunk), never (B, V).
 
-Several draws take passes over the vocabulary, and a few of them share a chunk's logits, so their number costs no memory
-except for the tokens. Sampling parameters need all logits of a row: a few rows at a time then have theirs in memory,
-whatever B is, and the weight is read once per group of rows. The arithmetic is the oracle's.
+Several draws share a chunk's logits, a few draws at a time; a draw costs 5 bytes of memory besides its token. Sampling
+parameters need all logits of a row: a few rows at a time then have theirs in memory, whatever B is, and the weight is
+read once per group of rows. The arithmetic is the oracle's.
 """
 
 from collections.abc import Iterator
@@ -26,9 +26,6 @@ _WIDENED_ELEMENTS = 1 << 19
 _MAX_TOKENS = {"cpu": 1 << 14, "cuda": 1 << 16}  # per chunk, for any number of rows
 _GRANULE = 128  # whole Philox groups
 _LOGITS_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 24}  # whole rows, at least one; some 60 bytes each with filters
-_DRAWS_PER_PASS = (
-    1 << 14
-)  # 5 bytes of state per draw and row; recomputing logits in every pass costs little in comparison
 
 
 def chunk_tokens(rows: int, vocab_size: int, device_type: str) -> int:
@@ -53,7 +50,7 @@ def head_logits(hidden_states: Tensor, weight: Tensor) -> Tensor:
 
 
 def _any_finite(scores: Tensor, best: Tensor) -> Tensor:
-    # a finite maximum is enough, +inf is not; on a CPU looking for +inf is cheap
+    # a finite maximum is enough, +inf is not; on a CPU looking for +inf is cheap: 5 % of a step with 16 draws
     if scores.device.type == "cpu" and not best.isposinf().any():
         return best.isfinite()
     return scores.isfinite().any(dim=-1)
@@ -122,30 +119,26 @@ def _in_chunks(step: SampleInputs) -> SampleResult:
     draws_at_once = max(_SCORES_AT_ONCE.get(device.type, 1 << 18) // (max(batch, 1) * chunk), 1)
     begin, end = step.shard.first_token, step.shard.first_token + vocab_size
     starts = range(begin - begin % _GRANULE, end, chunk) if vocab_size > 0 else ()
-    out = torch.full((batch, num_samples), -1, dtype=torch.int64, device=device)
-    for first_draw in range(0, num_samples, _DRAWS_PER_PASS):
-        token_ids = out[:, first_draw : first_draw + _DRAWS_PER_PASS]
-        draws = torch.arange(first_draw, first_draw + token_ids.shape[1], device=device)
-        best = torch.full(token_ids.shape, float("-inf"), dtype=torch.float32, device=device)
-        finite = torch.zeros(token_ids.shape, dtype=torch.bool, device=device)
-        parts = [part.split(draws_at_once, dim=-1) for part in (draws, best, token_ids, finite)]
-        for start in starts:  # whole Philox groups; the first may begin before the shard
-            first, last = max(start, begin), min(start + chunk, end)
-            if step.logits is None:
-                logits = head_logits(step.hidden_states, step.weight[first - begin : last - begin])
-            else:
-                logits = step.logits[:, first - begin : last - begin].float()
-            for some_draws, some_best, some_ids, some_finite in zip(*parts):
-                gumbel = noise.gumbel(rows.seed, rows.offset, some_draws, start, last, step.params.stream)[
-                    ..., first - start :
-                ]
-                scores = scores_of_logits(logits, rows.temperature, gumbel)
-                chunk_best, index = scores.max(dim=-1)  # NaN if there is one; the first index of a tie
-                torch.where(chunk_best > some_best, first + index, some_ids, out=some_ids)
-                some_finite |= _any_finite(scores, chunk_best)
-                torch.maximum(some_best, chunk_best, out=some_best)  # keeps a NaN
-        if step.shard.exchange == exchange_protocol.PACKED:
-            token_ids.copy_(exchange_protocol.pack(best, token_ids, finite))
+    draws = torch.arange(num_samples, device=device)
+    token_ids = torch.full((batch, num_samples), -1, dtype=torch.int64, device=device)
+    best = torch.full(token_ids.shape, float("-inf"), dtype=torch.float32, device=device)
+    finite = torch.zeros(token_ids.shape, dtype=torch.bool, device=device)
+    parts = [part.split(draws_at_once, dim=-1) for part in (draws, best, token_ids, finite)]
+    for start in starts:  # whole Philox groups; the first may begin before the shard
+        first, last = max(start, begin), min(start + chunk, end)
+        if step.logits is None:
+            logits = head_logits(step.hidden_states, step.weight[first - begin : last - begin])
         else:
-            token_ids.masked_fill_(~finite | best.isnan(), -1)
-    return SampleResult(out.flatten())
+            logits = step.logits[:, first - begin : last - begin].float()
+        for some_draws, some_best, some_ids, some_finite in zip(*parts):
+            gumbel = noise.gumbel(rows.seed, rows.offset, some_draws, start, last, step.params.stream)
+            scores = scores_of_logits(logits, rows.temperature, gumbel[..., first - start :])
+            chunk_best, index = scores.max(dim=-1)  # NaN if there is one; the first index of a tie
+            torch.where(chunk_best > some_best, first + index, some_ids, out=some_ids)
+            some_finite |= _any_finite(scores, chunk_best)
+            torch.maximum(some_best, chunk_best, out=some_best)  # keeps a NaN
+    if step.shard.exchange == exchange_protocol.PACKED:
+        token_ids = exchange_protocol.pack(best, token_ids, finite)
+    else:
+        token_ids.masked_fill_(~finite | best.isnan(), -1)
+    return SampleResult(token_ids.flatten())

@@ -68,18 +68,15 @@ class Target(NamedTuple):
 
     states: Tensor  # (R, D), or logits (R, V)
     weight: Tensor | None  # None: the states are logits
-    vocab: int  # as in ``BatchShape``
-    vocab_size: int
+    shape: BatchShape  # of the positions
     impl: str | None  # the backend; None: the first that can
-    shard_rows: int | None = None  # as in ``BatchShape``
     tp: "TensorParallel | None" = None  # the weight is its shard
 
     def inputs(self, states: Tensor, rows: dict[str, Any], params: SamplingParams) -> SampleInputs:
         """Returns a step of one draw for rows of states, with their temperature, seed and offset."""
         head, logits = (states, states) if self.weight is None else (self.weight, None)
-        return SampleInputs(
-            states, head, **rows, num_samples=1, vocab_size=self.vocab_size, params=params, logits=logits
-        )
+        size = self.shape.vocab_size
+        return SampleInputs(states, head, **rows, num_samples=1, vocab_size=size, params=params, logits=logits)
 
 
 def _select(value: Any, request: Tensor) -> Any:
@@ -140,7 +137,7 @@ def match(target: Target, given: DraftBatch, parameters: RequestParams, _: Tenso
             rows, params = _expand(target, given, parameters)
             return _verify_tokens_by_kernel(given, _draw(target, rows, params, lambda: hash_drafts(given)))
     drafts = given.drafts()
-    rows, params = parameters.at(drafts.nodes(), drafts, target.vocab_size)
+    rows, params = parameters.at(drafts.nodes(), drafts, target.shape.vocab_size)
     return _verify_tokens(drafts, _draw(target, rows, params, drafts.hash))
 
 
@@ -211,7 +208,7 @@ def _expand(target: Target, given: DraftBatch, parameters: RequestParams) -> tup
     counts = None
     if params.counts is not None:
         drafts = given.drafts()
-        counts = parameters.counts_at(drafts.nodes(), drafts, target.vocab_size)
+        counts = parameters.counts_at(drafts.nodes(), drafts, target.shape.vocab_size)
     expanded = parameters.expand(numbers, request, parameters.masks, counts)
     return dict(zip(("temperature", "seed", "offset"), rows)), expanded
 
@@ -226,26 +223,26 @@ def reject(target: Target, given: DraftBatch, parameters: RequestParams, draft_p
     drafts = given.drafts()
 
     def inputs_at(nodes: Nodes, stream: Stream) -> SampleInputs:
-        rows, params = parameters.at(nodes, drafts, target.vocab_size)
+        rows, params = parameters.at(nodes, drafts, target.shape.vocab_size)
         return target.inputs(target.states.index_select(0, nodes.row), rows, params._replace(stream=stream))
 
-    ids = torch.nn.functional.pad(drafts.token_ids, (0, 1), value=-1)
-    places = torch.nn.functional.pad(drafts.places(), (0, 1))
-    before, is_draft = drafts.predecessors(), drafts.token_ids >= 0
-    tested = ids.flatten()[before.request * ids.shape[1] + before.node]
-    if tested.shape[0]:
-        inputs = inputs_at(before, Stream.ACCEPTANCE_COIN)
-        is_draft = is_draft & ops.accept(inputs, tested, draft_probs)[places[:, :-1]]
-    accepted = drafts.up_to(is_draft)
-    last = accepted.num_accepted[:, None]
-    inputs = inputs_at(drafts.ends(last[:, 0]), Stream.RECOVERY)
+    places, is_accepted = drafts.places(), drafts.token_ids >= 0
+    has_drafts = given.token_ids.numel() > 0
+    if has_drafts:
+        inputs = inputs_at(drafts.predecessors(), Stream.ACCEPTANCE_COIN)
+        coins = ops.reject("accept", inputs, drafts.token_ids.flatten(), draft_probs, places.flatten())
+        is_accepted = is_accepted & coins.view_as(is_accepted)
+    accepted = drafts.up_to(is_accepted)
+    inputs = inputs_at(drafts.ends(accepted.num_accepted), Stream.RECOVERY)
     bonus = inputs._replace(params=inputs.params._replace(stream=Stream.TOKEN).normalized())
     tokens = ops.sample(bonus, target.impl or "").ids
-    if tested.shape[0]:
-        refused, place = ids.gather(1, last)[:, 0], places.gather(1, last)[:, 0]
-        was_refused = (refused >= 0) & (refused < target.vocab_size)
-        tokens = torch.where(was_refused, ops.recover(inputs, refused, draft_probs, place), tokens)
-    return _output(drafts, accepted, ids.masked_fill(accepted.nodes < 0, -1).scatter(1, last, tokens[:, None]))
+    if has_drafts:
+        last = accepted.num_accepted[:, None]
+        refused = torch.nn.functional.pad(drafts.token_ids, (0, 1), value=-1).gather(1, last)[:, 0]
+        place = torch.nn.functional.pad(places, (0, 1)).gather(1, last)[:, 0]
+        was_refused = (refused >= 0) & (refused < target.shape.vocab_size)
+        tokens = torch.where(was_refused, ops.reject("recover", inputs, refused, draft_probs, place), tokens)
+    return _output_of_chains(drafts, accepted, tokens)
 
 
 def _reject_over_ranks(
@@ -253,15 +250,12 @@ def _reject_over_ranks(
 ) -> VerifyOutput:
     """Rejects as ``tensor_parallel/rejection`` does."""
     drafts = given.drafts()
-    rows, params = parameters.at(drafts.nodes(), drafts, target.vocab_size)
+    rows, params = parameters.at(drafts.nodes(), drafts, target.shape.vocab_size)
     probs = draft_probs if given.token_ids.numel() else None
     drafted = DraftChains(drafts.token_ids, drafts.rows, drafts.places(), probs)
     inputs = target.inputs(target.states, rows, params)
-    last, num_accepted = _draw_over_ranks(tp, inputs, drafted=drafted).view(2, given.batch)
-    ids = torch.nn.functional.pad(drafts.token_ids, (0, 1), value=-1)
-    accepted = drafts.first(num_accepted)
-    token_ids = ids.masked_fill(accepted.nodes < 0, -1).scatter(1, num_accepted[:, None], last[:, None])
-    return _output(drafts, accepted, token_ids)
+    tokens, num_accepted = _draw_over_ranks(tp, inputs, drafted=drafted).view(2, given.batch)
+    return _output_of_chains(drafts, drafts.first(num_accepted), tokens)
 
 
 def _recording_backend(target: Target, given: DraftBatch, parameters: RequestParams) -> Backend | None:
@@ -287,6 +281,12 @@ def _reject_by_kernels(
         return VerifyOutput(
             *rejection.run(inputs, backend.recorded(inputs), given.token_ids, *given[2:], draft_probs), None
         )
+
+
+def _output_of_chains(drafts: Drafts, accepted: Accepted, tokens: Tensor) -> VerifyOutput:
+    """Returns the output. ``tokens``: (B,), the one after the accepted drafts."""
+    ids = torch.nn.functional.pad(drafts.token_ids, (0, 1), value=-1).masked_fill(accepted.nodes < 0, -1)
+    return _output(drafts, accepted, ids.scatter(1, accepted.num_accepted[:, None], tokens[:, None]))
 
 
 def _output(drafts: Drafts, accepted: Accepted, token_ids: Tensor) -> VerifyOutput:
@@ -316,9 +316,8 @@ def check_draft_probs(draft_probs: Any, method: str, target: Target, given: Draf
             f"draft_probs must be on the device of the step, {target.states.device}, got {draft_probs.device}"
         )
     shape = tuple(given.token_ids.shape)
-    no_requests = given.batch == 0 and draft_probs.ndim == 2  # (N, V) of padding drafts
-    if (draft_probs.shape[:-1] != shape and not no_requests) or draft_probs.shape[-1] < target.vocab_size:
-        wanted = f"({', '.join(map(str, shape))}, {target.vocab_size})"
+    if draft_probs.shape[:-1] != shape or draft_probs.shape[-1] < target.shape.vocab_size:
+        wanted = f"({', '.join(map(str, shape))}, {target.shape.vocab_size})"
         raise ValueError(f"draft_probs must have shape {wanted}, got shape {tuple(draft_probs.shape)}")
     return draft_probs.flatten(0, -2)
 
@@ -328,20 +327,16 @@ def parse_request_params(
 ) -> tuple[SamplingParams, Tensor | None]:
     """Returns the sampling parameters, a row per request, and the token masks of every position if there are such.
     ``function``: whose arguments the options are."""
-    positions, batch, device = target.states.shape[0], given.batch, target.states.device
+    positions, batch = target.shape.batch, given.batch
     options, masks = options.copy(), None
     mask = options.get("token_mask")
-    if batch == 0 and is_plain(mask) and mask.ndim == 2:  # rows of padding drafts
-        options["token_mask"] = mask = mask[:0]
     if is_plain(mask) and (mask.ndim == 3 or (mask.ndim == 2 and mask.shape[0] == positions != batch)):
         is_flat = mask.ndim == 2
         if mask.shape[:-1] not in ((batch, given.n + 1), (positions,)) or (given.bounds is not None) != is_flat:
             raise ValueError(f"token_mask must have a row per request or per position, got shape {tuple(mask.shape)}")
-        shape = BatchShape(positions, target.vocab, target.vocab_size, device, 1)
-        masks = parse_sampling_params({"token_mask": mask.flatten(0, -2)}, shape).token_mask
+        masks = parse_sampling_params({"token_mask": mask.flatten(0, -2)}, target.shape).token_mask
         del options["token_mask"]
-    shape = BatchShape(batch, target.vocab, target.vocab_size, device, 1, target.shard_rows)
-    params = parse_sampling_params(options, shape, function)
+    params = parse_sampling_params(options, target.shape._replace(batch=batch), function)
     if params.needs_raw_mass():
         outputs = [name for name in params.names() if name in ("logprobs", "top_logprobs", "logprob_ids", "logsumexp")]
         raise ValueError(f"{argument_names(outputs)} must be left out: verify returns token ids alone")

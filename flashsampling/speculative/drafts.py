@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..exchange_protocol import NO_TOKEN
-from ..row_params import Integers, describe_kind, integer, is_plain, is_symbolic
+from ..row_params import Integers, check_plain, integer, is_symbolic
 
 # added to a request's number: for its number of drafts, and for the most drafts
 HASH_OF_ROOM, HASH_OF_MOST = 1 << 61, 1 << 62
@@ -63,20 +63,16 @@ class Drafts(NamedTuple):
 
     def places(self) -> Tensor:
         """Returns (B, n) int64: each draft's index among N; any valid index where there is no draft."""
-        (batch, n), device = self.token_ids.shape, self.rows.device
-        if self.bounds is None:
-            return torch.arange(batch * n, device=device).view(batch, n)
-        return _places(self.bounds, n, self.request.shape[0] - batch)
+        batch = self.rows.shape[0]
+        requests = torch.arange(batch, device=self.rows.device)[:, None]  # each has one more row than drafts
+        return (self.rows[:, :-1] - requests).clamp(0, max(self.request.shape[0] - batch - 1, 0))
 
     def predecessors(self) -> Nodes:
-        """Returns (N,) nodes of chains: the node before each draft."""
+        """Returns (B * n,) nodes of chains: the node before each draft."""
         (batch, n), device = self.token_ids.shape, self.rows.device
-        places = torch.arange(self.request.shape[0] - batch, device=device)
-        if self.bounds is None:
-            request, node = places // max(n, 1), places % max(n, 1)
-        else:
-            request, node = _owners(self.bounds, places, max(n - 1, 0))
-        return Nodes(self.rows.flatten()[request * (n + 1) + node], request, node, node)
+        request = torch.arange(batch, device=device)[:, None].expand(-1, n).flatten()
+        node = torch.arange(n, device=device).expand(batch, -1).flatten()
+        return Nodes(self.rows[:, :-1].flatten(), request, node, node)
 
     def ends(self, node: Tensor) -> Nodes:
         """Returns one node, (B,), of every request's chain."""
@@ -189,28 +185,18 @@ def _ragged(
     ignored."""
     batch, total, device = bounds.shape[0] - 1, token_ids.shape[0], token_ids.device
     there = torch.arange(n, device=device) < (bounds[1:] - bounds[:-1])[:, None]
-    places = _places(bounds, n, total)
+    places = (bounds[:-1, None] + torch.arange(n, device=device)).clamp(0, max(total - 1, 0))
 
     def rectangle(values: Tensor) -> Tensor:
         return torch.where(there, values[places], -1) if total else torch.full_like(places, -1)
 
     firsts = bounds + torch.arange(batch + 1, device=device)  # a request has one more row than drafts
     rows = (firsts[:-1, None] + torch.arange(n + 1, device=device)).clamp(0, total + batch - 1)
-    request, node = _owners(firsts, torch.arange(total + batch, device=device), n)
+    every_row = torch.arange(total + batch, device=device)
+    request = (torch.searchsorted(firsts, every_row, right=True) - 1).clamp(0, batch - 1)
+    node = (every_row - firsts[request]).clamp(0, n)
     tree = None if parents is None else _tree(rectangle(parents))
     return Drafts(_present(rectangle(token_ids), parents), rows, request, node, tree, bounds)
-
-
-def _places(bounds: Tensor, n: int, total: int) -> Tensor:
-    """Returns (B, n): the first n indices from each bound on, clamped below ``total``."""
-    return (bounds[:-1, None] + torch.arange(n, device=bounds.device)).clamp(0, max(total - 1, 0))
-
-
-def _owners(bounds: Tensor, places: Tensor, last: int) -> tuple[Tensor, Tensor]:
-    """Returns for each index the interval of bounds that holds it, and its distance from the lower bound, at most
-    ``last``."""
-    owner = (torch.searchsorted(bounds, places, right=True) - 1).clamp(0, bounds.shape[0] - 2)
-    return owner, (places - bounds[owner]).clamp(0, last)
 
 
 def _present(token_ids: Tensor, parents: Tensor | None) -> Tensor:
@@ -327,10 +313,7 @@ def _check_bounds(cu_draft_lengths: Integers, total: int, device: torch.device) 
 
 def _integers(name: str, value: Any, device: torch.device) -> Tensor:
     """Returns a contiguous int64 tensor."""
-    if not is_plain(value):
-        raise TypeError(f"{name} must be a plain torch.Tensor, got {describe_kind(value)}")
+    check_plain(name, value, device)
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {value.dtype}")
-    if value.device != device:
-        raise ValueError(f"{name} must be on the device of the step, {device}, got {value.device}")
     return value.long().contiguous()

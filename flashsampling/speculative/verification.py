@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 from torch import Tensor
 
+from ..ops import count_skipped_call
+from ..param_parsers import BatchShape, batch_shape
 from ..row_params import Integers, Reals
 from ..sampling import (
     check_impl,
@@ -12,7 +14,6 @@ from ..sampling import (
     check_matrices,
     check_tensor_parallel,
     check_vocab_size,
-    count_skipped_call,
     parse_rows,
 )
 from ..sampling_params import SamplingOptions, with_sampling_options
@@ -160,9 +161,8 @@ def verify(
             if seed is None:
                 raise ValueError("seed must be given with tp: all ranks need the same")
             check_tensor_parallel(tp, vocab_size, impl)
-            target = Target(states, weight, tp.num_rows, tp.vocab_size, impl, rows, tp)
-        else:
-            target = Target(states, weight, rows, check_vocab_size(vocab_size, rows), impl)
+        tokens = check_vocab_size(vocab_size, rows) if tp is None else tp.vocab_size
+        target = Target(states, weight, batch_shape(states.shape[0], rows, tokens, states.device, 1, tp), impl, tp)
         return _verify(target, given, method, draft_probs, temperature, seed, offset, params)
     except BaseException as error:
         count_skipped_call(tp, error)
@@ -219,8 +219,9 @@ def verify_from_logits(
     """
     check_kind("target_logits", target_logits)
     given, logits = layout("target_logits", target_logits, draft_token_ids, cu_draft_lengths, max_draft_length, parents)
-    _, vocab = check_logits(logits, "target_logits")
-    target = Target(logits, None, vocab, check_vocab_size(vocab_size, vocab, "target_logits", "columns"), impl)
+    positions, vocab = check_logits(logits, "target_logits")
+    tokens = check_vocab_size(vocab_size, vocab, "target_logits", "columns")
+    target = Target(logits, None, BatchShape(positions, vocab, tokens, logits.device, 1), impl)
     return _verify(target, given, method, draft_probs, temperature, seed, offset, params)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import open_groups, ops
+from .. import ops
 from ..backends import Backend
 from ..exchange_protocol import Shard
 from ..inputs import SampleInputs
@@ -154,7 +154,7 @@ class TensorParallel:
         self.shard = making.shard
         self.order = ops.order_tensor(self.device)
         self.name = str(next(_names))  # the torch operator finds the group by its name
-        open_groups.add(self.name, self)
+        ops.open_groups[self.name] = self
 
     def check(self, *, collective: bool = False) -> None:
         """Waits for the current stream, then raises if a step failed. Needed after graph replays, which cannot raise.
@@ -261,7 +261,7 @@ class TensorParallel:
         if self._closed:
             return
         self._closed = True
-        open_groups.remove(self.name)
+        ops.open_groups.pop(self.name, None)
         all_done = False
         try:
             all_done = self._agree_to_close()
@@ -334,7 +334,7 @@ class TensorParallel:
             self.close()
             return
         self._closed = True
-        open_groups.remove(self.name)
+        ops.open_groups.pop(self.name, None)
         self._transport.declare(abort_failure(self.rank, error))
         self._transport.drain()
         self._rendezvous.leave()

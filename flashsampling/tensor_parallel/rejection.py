@@ -53,8 +53,7 @@ def verify_rows(
 
         return verify_by_kernels(step, backend.recorded(step), *drafts, probs)[:, None]
     drawn = backend.run(step).ids
-    q = None if probs is None else probs[drafts.places]
-    is_accepted = rejection.accept(step, drafts.token_ids, q)
+    is_accepted = rejection.accept(step, drafts.token_ids, probs, drafts.places)
     recovery = step._replace(params=step.params._replace(stream=Stream.RECOVERY))
     recovered = rejection.recover(recovery, drafts.token_ids, probs, drafts.places)
     return pack(drawn, recovered, is_accepted)[:, None]

@@ -6,7 +6,6 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.testing._internal.two_tensor import TwoTensor
 
 from flashsampling import LMHeadSampler, SampleOutput, sample
 from flashsampling.tensor_parallel import TensorParallel
@@ -28,8 +27,9 @@ def test_steps_are_the_function_at_successive_offsets():
     assert len(seeds.unique()) == 8
     for step in range(4):
         x = states()
-        out = sampler(x).token_ids
-        assert torch.equal(out, sample(x, head.weight, temperature=0.9, seed=seeds[:5], offset=step).token_ids)
+        out = sampler(x, num_samples=2).token_ids
+        request = {"temperature": 0.9, "seed": seeds[:5], "offset": step, "num_samples": 2}
+        assert torch.equal(out, sample(x, head.weight, **request).token_ids)
     assert sampler.offsets.tolist() == [4, 4, 4, 4, 4, 0, 0, 0]
     assert torch.equal(sampler.seeds, seeds)
 
@@ -74,19 +74,11 @@ def test_shares_the_weight():
     assert [*bare.state_dict(), *sampler.state_dict(), *LMHeadSampler(head).state_dict()] == []
 
 
-def test_several_samples_advance_one_position():
-    sampler = LMHeadSampler(make_head(), seed=1)
-    x = states()
-    assert sampler(x, num_samples=3).token_ids.shape == (5, 3)
-    assert sampler.offsets[:5].tolist() == [1] * 5
-
-
 @pytest.mark.parametrize(
     ("error", "message", "make"),
     [
         (ValueError, "at most max_batch_size = 4 rows, got 5", states),
         (TypeError, r"hidden_states must be a torch\.Tensor, got list", lambda: [[1.0]]),
-        (ValueError, r"must have 2 dimensions, got shape \(\)", lambda: torch.tensor(1.0, device=DEVICE)),
         (ValueError, r"must have 2 dimensions, got shape \(\d+,\)", lambda: states()[0]),  # more columns than rows
         (ValueError, "hidden_states must be on the sampler's device", lambda: states(4).to("meta")),
     ],
@@ -103,46 +95,24 @@ WEIGHT = torch.randn(500, 16)
 @pytest.mark.parametrize(
     ("error", "message", "change"),
     [
-        (ValueError, "impl must be None or one of .*, got 'cuda'", {"impl": "cuda"}),
         (ValueError, "vocab_size must be from 1 to the 500 rows of weight, got 501", {"vocab_size": 501}),
-        (ValueError, "vocab_size must be from 1 to the 500 rows of weight, got 0", {"vocab_size": 0}),
         (ValueError, "temperature must be at least 0, got -1", {"temperature": -1}),
-        (TypeError, "temperature must be a number or numbers, one per row, got str", {"temperature": "1"}),
         (ValueError, r"temperature must be a number or have shape .*\(4,\).*, got shape \(3,\)", {"temperature": [1.0, 2.0, 3.0]}),
         (ValueError, "max_batch_size must be at least 1, got 0", {"max_batch_size": 0}),
         (TypeError, "max_batch_size must be an int, got float", {"max_batch_size": 4.0}),
-        (ValueError, r"seed must be one number or have shape \(4,\), one per row, got shape \(3,\)", {"seed": torch.arange(3)}),
         (ValueError, r"seed must be one number or have shape \(4,\), one per row, got shape \(1,\)", {"seed": [7]}),
         (ValueError, r"seed must be one number or have shape \(4,\), one per row, got shape \(4, 1\)", {"seed": numpy.ones((4, 1), int)}),
-        (TypeError, "seed must be an int or integers, one per row, got float", {"seed": 1.0}),
-        (TypeError, "seed must be an integer tensor, got torch.float32", {"seed": torch.tensor(1.5)}),
-        (ValueError, "seed must fit in 64 bits", {"seed": 2**64}),
         (TypeError, "weight must be .* got torch.int8; of a quantised head pass the dequantised weight", {"lm_head": WEIGHT.to(torch.int8)}),
-        (TypeError, "weight must be .* got torch.uint8; of a quantised head", {"lm_head": nn.Parameter(WEIGHT.to(torch.uint8), requires_grad=False)}),
-        (TypeError, "weight must be a plain tensor, got TwoTensor; of a quantised head", {"lm_head": nn.Parameter(TwoTensor(WEIGHT, WEIGHT))}),
-        (TypeError, "weight must be a dense tensor, got torch.sparse_coo; pass weight.to_dense", {"lm_head": WEIGHT.to_sparse()}),
-        (TypeError, "weight must be bfloat16, float16 or float32, got torch.float64$", {"lm_head": WEIGHT.double()}),
         (ValueError, "lm_head must hold values, got a weight on the meta device", {"lm_head": nn.Linear(16, 500, bias=False, device="meta")}),
-        (ValueError, r"weight must have 2 dimensions, got shape \(500,\)", {"lm_head": WEIGHT[:, 0]}),
-        (ValueError, r"weight must have at least one row and one column, got shape \(500, 0\)", {"lm_head": WEIGHT[:, :0]}),
         (TypeError, r"tp must be a flashsampling\.tensor_parallel\.TensorParallel, got str", {"tp": "tp"}),
-        (ValueError, r"soft_cap must be at least 0, got -1\.0", {"soft_cap": -1.0}),
-        (ValueError, r"soft_cap must be 0, for none, or at least 1\.18e-38", {"soft_cap": 1e-40}),
+        (ValueError, r"soft_cap must be at least 0 and finite, got -1\.0", {"soft_cap": -1.0}),
         (ValueError, "logit_scale must be finite, got nan", {"logit_scale": float("nan")}),
-        (TypeError, "logit_scale must be a number", {"logit_scale": "1"}),
         (TypeError, r"nn\.Linear or its weight, got str", {"lm_head": "lm_head"}),
     ],
 )  # fmt: skip
 def test_the_constructor_checks_what_it_can(error, message, change):
     with pytest.raises(error, match=message):
         LMHeadSampler(**({"lm_head": WEIGHT, "max_batch_size": 4} | change))
-
-
-def test_same_seed_same_sampler_other_seed_other_tokens():
-    head, x = make_head(), states()
-    a, b, c = (LMHeadSampler(head, seed=s, temperature=3.0)(x).token_ids for s in (1, 1, 2))
-    assert torch.equal(a, b)
-    assert not torch.equal(a, c)
 
 
 def test_moves_with_the_model():
@@ -162,11 +132,6 @@ def test_a_head_moved_on_its_own_is_said_so():
 class Model(nn.Module):
     def __init__(self, sampler=True, bare=False):
         super().__init__()
-        if sampler == "first":  # named before its head
-            head = make_head()
-            self.sampler = LMHeadSampler(head, max_batch_size=8, seed=1)
-            self.lm_head = head
-            return
         self.lm_head = make_head()
         if sampler:
             self.sampler = LMHeadSampler(self.lm_head.weight if bare else self.lm_head, max_batch_size=8, seed=1)
@@ -184,21 +149,6 @@ def test_checkpoints_are_the_same_with_and_without_a_sampler(bare):
     assert torch.equal(model.sampler.weight, plain.lm_head.weight)
     assert model.sampler.weight is model.lm_head.weight
     plain.load_state_dict(Model(bare=bare).state_dict())
-    old = {"lm_head.weight": torch.ones(500, 16), "sampler.weight": torch.ones(500, 16)}  # as 0.1.0 saved it
-    model.load_state_dict(old)
-    assert (model.lm_head.weight == 1).all()
-    alone = LMHeadSampler(make_head().weight if bare else make_head())
-    alone.load_state_dict({"weight": torch.ones(500, 16)})
-    assert (alone.weight == 1).all()
-    with pytest.raises(RuntimeError, match=r"size mismatch for sampler\.weight"):
-        model.load_state_dict(old | {"sampler.weight": torch.ones(3, 16)})
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*sampler\.other"):
-        model.load_state_dict(old | {"sampler.other": torch.ones(3)})
-
-
-def test_a_head_owns_its_names_whatever_the_order():
-    model = Model("first")
-    assert [*model.state_dict()] == [name for name, _ in model.named_parameters()] == ["lm_head.weight"]
 
 
 def test_follows_a_parameter_that_is_replaced():
@@ -272,7 +222,7 @@ def test_reset_leaves_the_other_rows(rows):
     sampler = LMHeadSampler(make_head(), max_batch_size=4, seed=1)
     before = sampler.seeds.clone()
     sampler.offsets.copy_(torch.arange(4) + 10)
-    sampler.reset([7, -8], torch.tensor([5, 6]), rows=rows)
+    sampler.reset([7, -8], numpy.array([5, 6]), rows=rows)
     assert sampler.seeds.tolist() == [int(before[0]), 7, int(before[2]), -8]
     assert sampler.offsets.tolist() == [10, 5, 12, 6]
     sampler.reset(9, rows=rows)
@@ -308,17 +258,7 @@ def test_one_number_in_any_form_gives_each_row_a_seed_of_its_own():
     assert torch.equal(LMHeadSampler(head, max_batch_size=4, seed=3).seeds, drawn)
 
 
-@pytest.mark.parametrize("offset", [6, numpy.int32(6), [6, 6], (6, 6), numpy.array([6, 6]), torch.tensor(6), torch.tensor([6]), torch.tensor([6, 6], dtype=torch.int16)])  # fmt: skip
-def test_reset_takes_offsets_in_any_form(offset):
-    sampler = LMHeadSampler(make_head(), max_batch_size=4, seed=1)
-    sampler.reset(numpy.array([1, 2]), offset, rows=[0, 2])
-    assert sampler.offsets.tolist() == [6, 0, 6, 0]
-    assert sampler.seeds[[0, 2]].tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("seed", "offset"), [([1, 2, 3, 4], 1.5), ([1, 2, 3, 4], [1, 2]), ([1, 2, 3], 1), (2**70, 5), ([1, 2, 3, "4"], 5)]
-)
+@pytest.mark.parametrize(("seed", "offset"), [([1, 2, 3, 4], 1.5), ([1, 2, 3], 1), (2**70, 5), ([1, 2, 3, "4"], 5)])
 def test_a_reset_that_fails_changes_nothing(seed, offset):
     sampler = LMHeadSampler(make_head(), max_batch_size=4, seed=1)
     sampler.offsets.fill_(9)
@@ -395,10 +335,9 @@ def test_reset_of_temperatures():
     assert torch.equal(sampler.seeds, before)
 
 
-@pytest.mark.parametrize("kind", [list, numpy.array, torch.tensor])
-def test_a_default_temperature_per_row(kind):
+def test_a_default_temperature_per_row():
     values = [0.0, 3.0, 0.5, 0.1]
-    sampler = LMHeadSampler(make_head(), max_batch_size=4, seed=1, temperature=kind(values)).to(torch.bfloat16).float()
+    sampler = LMHeadSampler(make_head(), max_batch_size=4, seed=1, temperature=values).to(torch.bfloat16).float()
     # 0.1 is no bfloat16, and this is no weight
     assert torch.equal(sampler.temperature, torch.tensor(values, device=DEVICE))
     for batch in (4, 2, 0):
@@ -408,18 +347,6 @@ def test_a_default_temperature_per_row(kind):
             x, sampler.weight, temperature=temperature, seed=sampler.seeds[:batch], offset=sampler.offsets[:batch]
         )
         assert torch.equal(sampler(x).token_ids, expected.token_ids)
-
-
-@pytest.mark.parametrize(
-    "temperature", [0, numpy.float32(0), torch.tensor(0.0), [0.0] * 5, torch.zeros(1, device=DEVICE)]
-)
-def test_temperature_of_a_call_in_any_form(temperature):
-    sampler = LMHeadSampler(make_head(), seed=1, temperature=100.0)
-    x = states()
-    greedy = (x @ sampler.weight.T).argmax(-1)
-    assert torch.equal(sampler(x, temperature=temperature).token_ids, greedy)
-    mixed = torch.tensor([0.0, 50.0, 0.0, 50.0, 0.0], device=DEVICE)
-    assert torch.equal(sampler(x, temperature=mixed).token_ids[::2], greedy[::2])
 
 
 def test_hands_the_vocabulary_size_on():

@@ -48,59 +48,35 @@ BAD_CALLS = [
     (ValueError, "weight must be on the device of hidden_states", {"weight": WEIGHT.to("meta")}),
     (ValueError, r"weight must have the 8 columns of hidden_states, got shape \(20, 7\)", {"weight": WEIGHT[:, :7]}),
     (TypeError, r"weight must be a dense tensor, got torch.sparse_coo; pass weight.to_dense\(\)", {"weight": WEIGHT.to_sparse()}),
-    (TypeError, "weight must be a dense tensor, got torch.sparse_csr", {"weight": WEIGHT.to_sparse_csr()}),
     (TypeError, r"^hidden_states must be a dense tensor, got torch.sparse_coo; pass hidden_states.to_dense\(\)$", {"hidden_states": STATES.to_sparse()}),
     (ValueError, "weight must have at least one row", {"weight": WEIGHT[:0]}),
     (ValueError, r"weight must have at least one row and one column, got shape \(20, 0\)", {"hidden_states": STATES[:, :0], "weight": WEIGHT[:, :0]}),
     (TypeError, "weight must be bfloat16, float16 or float32, got torch.int8; of a quantised head pass the dequantised weight", {"weight": WEIGHT.to(torch.int8)}),
-    (TypeError, "weight must be .* got torch.float8_e4m3fn; of a quantised head", {"weight": WEIGHT.to(torch.float8_e4m3fn)}),
     (TypeError, "weight must be a plain tensor, got TwoTensor; of a quantised head pass the dequantised weight", {"weight": TwoTensor(WEIGHT, WEIGHT)}),
     (ValueError, r"weight must have at most 2\*\*31 - 1 rows that can be sampled, got 2147483648", {"weight": WEIGHT[:1].expand(2**31, 8)}),
-    (ValueError, r"weight must have at most 2\*\*31 - 1 rows that can be sampled, got 2147483648", {"weight": WEIGHT[:1].expand(2**31 + 5, 8), "vocab_size": 2**31}),
     (ValueError, "temperature must be at least 0, got -1", {"temperature": -1}),
     (ValueError, "temperature must be at least 0, got nan", {"temperature": float("nan")}),
-    (TypeError, "temperature must be a number or numbers, one per row, got str", {"temperature": "hot"}),
     (TypeError, "temperature must be a number or numbers, one per row, got bool", {"temperature": True}),
-    (TypeError, "temperature must be a number or numbers, one per row, got list that holds str", {"temperature": [1, "2", 3]}),
-    (TypeError, "temperature must be a number or numbers, one per row, got list that holds bool", {"temperature": [1, True, 3]}),
     (TypeError, "temperature must be a tensor of floating-point numbers or integers, got torch.bool", {"temperature": STATES[:, 0] > 0}),
-    (TypeError, "temperature must be a tensor of floating-point numbers or integers, got torch.complex64", {"temperature": STATES[:, 0] * 1j}),
     (ValueError, r"temperature must be a number or have shape \(\), \(1,\) or \(3,\), one per row, got shape \(4,\)", {"temperature": torch.ones(4)}),
-    (ValueError, r"temperature must be a number or have shape .*, got shape \(2,\)", {"temperature": (1.0, 2.0)}),
     (ValueError, r"temperature must be a number or have shape .*, got shape \(0,\)", {"temperature": []}),
     (ValueError, "temperature must be at least 0, got -1", {"temperature": [1.0, -1, 2.0]}),
-    (ValueError, "temperature must be at least 0, got nan", {"temperature": numpy.array([1.0, math.nan, 2.0])}),
     (ValueError, "temperature must be on the device", {"temperature": torch.ones(3, device="meta")}),
     (TypeError, "seed must be an int or integers, one per row, got float", {"seed": 1.0}),
-    (TypeError, "seed must be an int or integers, one per row, got float64", {"seed": numpy.float64(1)}),
     (TypeError, "seed must be an int or integers, one per row, got bool", {"seed": True}),
-    (TypeError, "seed must be an int or integers, one per row, got bool", {"seed": numpy.bool_(True)}),
-    (TypeError, "seed must be an int or integers, one per row, got ndarray that holds bool", {"seed": numpy.ones(3, dtype=bool)}),
-    (TypeError, "seed must be an int or integers, one per row, got list that holds float", {"seed": [1, 2.0, 3]}),
     (TypeError, "seed must be .* got list that holds Tensor; torch.stack makes one", {"seed": [torch.tensor(1)] * 3}),
-    (TypeError, "seed must be an int or integers, one per row, got str", {"seed": "123"}),
     (TypeError, "seed must be an int or integers, one per row, got set", {"seed": {1, 2, 3}}),
-    (ValueError, "seed must be .* got list of more than one dimension", {"seed": [[1], [2], [3]]}),
     (ValueError, "seed must be .* got ndarray of more than one dimension", {"seed": numpy.ones((3, 1), dtype=int)}),
     (ValueError, r"offset must be a number or have shape \(\), \(1,\) or \(3,\), one per row, got shape \(2,\)", {"offset": [1, 2]}),
-    (ValueError, "seed must fit in 64 bits", {"seed": [0, 2**64, 1]}),
     (TypeError, "seed must be an integer tensor, got torch.float32", {"seed": torch.ones(3)}),
-    (TypeError, "seed must be an integer tensor, got torch.bool", {"seed": torch.ones(3, dtype=torch.bool)}),
-    (ValueError, r"seed must be a number or have shape .*, got shape \(3, 1\)", {"seed": torch.ones(3, 1, dtype=torch.int64)}),
-    (ValueError, r"seed must be a number or have shape .*, got shape \(1, 1\)", {"seed": torch.ones(1, 1, dtype=torch.int64)}),
     (ValueError, "seed must be on the device", {"seed": torch.ones((), dtype=torch.int64, device="meta")}),
-    (ValueError, r"seed must be a number or have shape .*, got shape \(3, 1\)", {"seed": torch.ones(3, 1, dtype=torch.int64)}),
     (ValueError, "seed must fit in 64 bits", {"seed": 2**64}),
     (ValueError, "offset must fit in 64 bits", {"offset": -(2**63) - 1}),
     (ValueError, r"num_samples must be from 1 to 2\*\*24, got 0", {"num_samples": 0}),
     (ValueError, r"num_samples must be from 1 to 2\*\*24, got 16777217", {"num_samples": 2**24 + 1}),
     (ValueError, "vocab_size must be from 1 to the 20 rows of weight, got 21", {"vocab_size": 21}),
-    (ValueError, "vocab_size must be from 1 to the 20 rows of weight, got 0", {"vocab_size": 0}),
     (ValueError, "impl must be None or one of cute, triton, streaming, reference, got 'cuda'", {"impl": "cuda"}),
-    (TypeError, "impl must be None or a str", {"impl": []}),
-    (TypeError, "impl must be None or a str", {"impl": {}}),
     (TypeError, "impl must be None or a str", {"impl": 5}),
-    (TypeError, "impl must be None or a str", {"impl": b"triton"}),
 ]  # fmt: skip
 
 
@@ -173,13 +149,11 @@ def as_users_write(values, device):
     yield wide[::2]
 
 
-@pytest.mark.parametrize("impl", [None, "reference"])
 @pytest.mark.parametrize("name", ["seed", "offset", "temperature"])
-def test_one_value_per_row_however_it_is_written(name, impl, device):
+def test_one_value_per_row_however_it_is_written(name, device):
     problem = make_problem(4, 1000, 16, device, logit_std=0.5)
     values = {"seed": [-5, 7, 2**62, -(2**63)], "offset": [0, 3, 2**40, 1], "temperature": [0.0, 0.5, 4.0, 1.25]}[name]
     arguments = {"seed": problem.seed, "offset": problem.offset, "temperature": torch.ones(4, device=device)}
-    arguments["impl"] = impl
     expected = drawn(problem, **arguments | {name: torch.tensor(values, device=device)})
     assert not torch.equal(expected, drawn(problem, **arguments))
     for written in as_users_write(values, device):
@@ -187,9 +161,7 @@ def test_one_value_per_row_however_it_is_written(name, impl, device):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize(
-    ("name", "value"), [("seed", 5), ("seed", -9), ("offset", 3), ("temperature", 0.25), ("temperature", 2)]
-)
+@pytest.mark.parametrize(("name", "value"), [("seed", -9), ("offset", 3), ("temperature", 0.25), ("temperature", 2)])
 def test_one_value_for_all_rows_however_it_is_written(name, value, batch, device):
     problem = make_problem(batch, 1000, 16, device, logit_std=0.5)
     arguments = {"seed": problem.seed, "offset": problem.offset, "temperature": torch.ones(batch, device=device)}
@@ -264,17 +236,6 @@ def test_no_more_tokens_over_all_shards(rows, message):
             capabilities.check(members)
 
 
-def test_low_precision_and_strided_row_parameters(device):
-    problem = make_problem(4, 300, 16, device)
-    problem.seed, problem.offset = torch.arange(4, device=device), torch.arange(4, device=device) * 3
-    problem.temperature = torch.tensor([0.5, 1.0, 0.0, 2.0], device=device)
-    expected = problem.sample(None)
-    problem.temperature = problem.temperature.bfloat16()
-    problem.seed = problem.seed.to(torch.int32)
-    problem.offset = torch.arange(8, device=device)[::2] * 3 // 2
-    assert torch.equal(problem.sample(None), expected)
-
-
 ZEROS, HEAD, NOTHING = torch.zeros(64, 1000), torch.zeros(1000, 8), torch.zeros(64, 0, dtype=torch.int64)
 OF_ZEROS: dict[str, Callable[..., Any]] = {  # 64 rows in which all of 1000 tokens are equally likely
     "sample": lambda **options: sample(ZEROS[:, :8], HEAD, **options),
@@ -327,7 +288,6 @@ def test_import_needs_neither_triton_nor_cutlass():
     run_python(code + "assert not {'triton', 'cutlass', 'transformers'} & {name.split('.')[0] for name in sys.modules}")
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("impl", "setup", "reason"),
     [
@@ -336,13 +296,6 @@ def test_import_needs_neither_triton_nor_cutlass():
             "import importlib.util as u; f = u.find_spec;"
             "u.find_spec = lambda n, p=None: None if n == 'nvidia_cutlass_dsl' else f(n, p)",
             "nvidia-cutlass-dsl is not installed (the extra cute: pip install '.[cute]' from a checkout)",
-        ),
-        (
-            "cute",
-            "import importlib.util as u, importlib.metadata as m; f, v = u.find_spec, m.version;"
-            "u.find_spec = lambda n, p=None: n if n in ('nvidia_cutlass_dsl', 'tvm_ffi') else f(n, p);"
-            "m.version = lambda n: '4.5.0' if n == 'nvidia-cutlass-dsl' else v(n)",
-            "nvidia-cutlass-dsl 4.5.0 is installed, it needs 4.8.0 or newer",
         ),
         (
             "triton",
@@ -360,10 +313,6 @@ def test_works_without_a_kernel_that_serves(impl, setup, reason):
         "except ValueError as error: print(error)"
     )
     assert reason in run_python(code)
-
-
-def test_version_is_stated_once():
-    assert flashsampling.__version__.count(".") == 2
 
 
 class Largest(TorchDispatchMode):
@@ -398,12 +347,8 @@ def test_streaming_never_holds_the_logits(batch):
     assert 2**13 <= watch_streaming(batch, 100_000, 1) <= batch * 100_000 / 4
 
 
-def test_streaming_holds_a_chunk_whatever_the_number_of_draws(monkeypatch):
-    """Neither scores nor the state of draws grow with their number; the tokens themselves do."""
+def test_streaming_holds_a_chunk_whatever_the_number_of_draws():
     assert watch_streaming(2, 1100, 2**8) <= streaming._SCORES_AT_ONCE["cpu"]
-    monkeypatch.setattr(streaming, "_SCORES_AT_ONCE", {"cpu": 2**12})
-    monkeypatch.setattr(streaming, "_DRAWS_PER_PASS", 2**11)
-    assert watch_streaming(1, 128, 2**12 + 5) <= 2**12
 
 
 def test_streaming_keeps_nothing_for_a_gradient():
@@ -419,11 +364,10 @@ def test_streaming_keeps_nothing_for_a_gradient():
 
 
 @pytest.mark.parametrize("impl", ["streaming", "reference"])
-def test_draws_in_several_passes_are_the_draws_of_one(impl, monkeypatch, device):
+def test_a_few_draws_at_a_time_are_those_of_all_at_once(impl, monkeypatch, device):
     problem = make_problem(3, 300, 16, device, num_samples=50)
     problem.weight[7] = problem.weight[280]  # a tie, where noise is equal: never, and so it stays
     expected = problem.sample("reference")
-    monkeypatch.setattr(streaming, "_DRAWS_PER_PASS", 7)
     monkeypatch.setattr(streaming, "_SCORES_AT_ONCE", {device.type: 3 * 3 * 384})
     assert torch.equal(problem.sample(impl), expected)
     assert len(expected[1].unique()) > 5
@@ -456,33 +400,23 @@ def warns_anew(monkeypatch):
     monkeypatch.setattr(sampling, "_warned_of_shared_noise", False)
 
 
-NO_DRAFTS = torch.zeros(3, 0, dtype=torch.int64)
-CALLS: dict[str, Callable[..., Any]] = {  # a token of each of three rows
-    "sample": lambda **rows: sample(STATES, WEIGHT, **rows),
-    "sample_from_logits": lambda **rows: sample_from_logits(STATES @ WEIGHT.T, **rows),
-    "verify": lambda **rows: verify(STATES[:, None], WEIGHT, NO_DRAFTS, **rows),
-    "verify_from_logits": lambda **rows: verify_from_logits((STATES @ WEIGHT.T)[:, None], NO_DRAFTS, **rows),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", OF_ZEROS)
 def test_warns_once_where_rows_share_their_noise(call, warns_anew):
     """Trap 37."""
-    with pytest.warns(UserWarning, match="one seed and one offset for 3 rows.*LMHeadSampler") as caught:
-        _ = [CALLS[call](seed=seed) for seed in (7, 8)]
+    with pytest.warns(UserWarning, match="one seed and one offset for 64 rows.*LMHeadSampler") as caught:
+        _ = [OF_ZEROS[call](seed=seed) for seed in (7, 8)]
     assert len(caught) == 1
     assert caught[0].filename == __file__  # the caller's line, not ours
-    assert len(CALLS[call](seed=7).token_ids.unique()) == 1  # which is what it warns of
+    assert len(OF_ZEROS[call](seed=7).token_ids.unique()) == 1  # which is what it warns of
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"seed": torch.full((3,), 7)},
+        {"seed": torch.full((64,), 7)},
         {"seed": torch.tensor(7)},
-        {"seed": [1, 2, 3]},
-        {"seed": 7, "offset": torch.arange(3)},
-        {"seed": 7, "offset": [0, 1, 2]},
+        {"seed": list(range(64))},
+        {"seed": 7, "offset": torch.arange(64)},
         {"seed": 7, "temperature": 0.0},
         {"seed": None},
     ],
@@ -490,7 +424,7 @@ def test_warns_once_where_rows_share_their_noise(call, warns_anew):
 def test_does_not_warn_where_they_do_not_or_where_it_is_meant(arguments, warns_anew):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for call in CALLS.values():
+        for call in OF_ZEROS.values():
             call(**arguments)
         sample(STATES[:1], WEIGHT, seed=7, num_samples=5)
         sample(STATES[:0], WEIGHT, seed=7)

@@ -20,12 +20,9 @@ from flashsampling import (
     ops,
     sample,
     sample_from_logits,
-    sampling,
     verify,
     verify_from_logits,
 )
-from flashsampling.backends import BACKENDS
-from flashsampling.outputs import SampleResult, layout
 from flashsampling.param_parsers import BatchShape
 from flashsampling.row_params import integers, reals
 from flashsampling.sampling_params import DEFAULT_PARAMS, PARAMS, SamplingOptions, SamplingParams, parse_sampling_params
@@ -63,16 +60,12 @@ BAD = [
     (TypeError, "bias must be a plain torch.Tensor, got list", {"bias": [0.0] * 70}),
     (TypeError, "bias must be a plain torch.Tensor, got TwoTensor", {"bias": TwoTensor(torch.zeros(70), torch.zeros(70))}),
     (TypeError, "bias must be float32, bfloat16 or float16, got torch.float64", {"bias": torch.zeros(70).double()}),
-    (ValueError, "bias must be on the device of the step, cpu, got meta", {"bias": torch.zeros(70, device="meta")}),
     (ValueError, "logit_scale must be finite, got inf", {"logit_scale": float("inf")}),
-    (TypeError, "logit_scale must be a number, got str", {"logit_scale": "2"}),
-    (TypeError, "logit_scale must be a number, got 2 of them", {"logit_scale": [1.0, 2.0]}),
+    (TypeError, "logit_scale must be a number, got list", {"logit_scale": [1.0, 2.0]}),
     (TypeError, "logit_scale must be a number, got Tensor", {"logit_scale": torch.tensor([1.0], device="meta")}),
-    (ValueError, "soft_cap must be at least 0, got -1", {"soft_cap": -1}),
-    (ValueError, "soft_cap must be finite, got nan", {"soft_cap": float("nan")}),
-    (ValueError, "soft_cap must be 0, for none, or at least 1.18e-38", {"soft_cap": 5e-324}),
+    (ValueError, "soft_cap must be at least 0 and finite, got -1", {"soft_cap": -1}),
+    (ValueError, "soft_cap must be at least 0 and finite, got nan", {"soft_cap": float("nan")}),
     (ValueError, r"logit_bias must be a tensor \(70,\), for all rows, or ids and values, \(3, n\) each, got shape \(3, 70\)", {"logit_bias": torch.zeros(3, 70)}),
-    (ValueError, r"logit_bias must be .* got shape \(69,\)", {"logit_bias": torch.zeros(69)}),
     (TypeError, "logit_bias's ids must be int32 or int64, got torch.float32", {"logit_bias": ([[0.5]] * 3, [[1.0]] * 3)}),
     (TypeError, "logit_bias's values must be float32, bfloat16 or float16, got torch.complex64", {"logit_bias": ([[1]] * 3, torch.zeros(3, 1) * 1j)}),
     (ValueError, r"logit_bias's ids and values must have the same shape, got \(3, 2\) and \(3, 1\)", {"logit_bias": ([[1, 2]] * 3, [[1.0]] * 3)}),
@@ -80,51 +73,29 @@ BAD = [
     (TypeError, r"logit_bias's ids must be a tensor \(3, n\), or lists of as many numbers", {"logit_bias": ([[1], [1, 2], []], [[1.0]] * 3)}),
     (ValueError, "logit_bias must have at most 1024 ids per row, got 1025", {"logit_bias": (torch.zeros(3, 1025).long(), torch.zeros(3, 1025))}),
     (ValueError, "token_counts must be given with repetition_penalty", {"repetition_penalty": 1.1}),
-    (ValueError, "token_counts must be given with presence_penalty", {"presence_penalty": [0.0, 0.0, 0.1]}),
-    (ValueError, "repetition_penalty must be above 0 and finite, got 0", {"repetition_penalty": 0, "token_counts": COUNTS}),
     (ValueError, "repetition_penalty must be above 0 and finite, got -1", {"repetition_penalty": [1, 1, -1], "token_counts": COUNTS}),
-    (ValueError, "repetition_penalty must be above 0 and finite, got inf", {"repetition_penalty": float("inf"), "token_counts": COUNTS}),
-    (ValueError, "frequency_penalty must be finite, got nan", {"frequency_penalty": float("nan"), "token_counts": COUNTS}),
-    (TypeError, "presence_penalty must be a number or numbers, one per row, got str", {"presence_penalty": "x", "token_counts": COUNTS}),
     (TypeError, "token_counts must be a TokenCounts or int32, got torch.int64", {"token_counts": COUNTS.long(), "frequency_penalty": 1}),
     (ValueError, r"token_counts must have shape \(3, 70\), got shape \(3, 69\)", {"token_counts": COUNTS[:, :69]}),
     (ValueError, "token_counts must have a row for each of 3 rows, got 2", {"token_counts": TokenCounts(2, 70)}),
     (ValueError, "token_counts must be of at least 70 tokens, got 69", {"token_counts": TokenCounts(3, 69)}),
     (ValueError, "num_samples must be 1 with a TokenCounts, which counts one token per row, got 2", {"token_counts": TokenCounts(3, 70), "num_samples": 2}),
-    (TypeError, "token_counts must be a plain torch.Tensor, got list", {"token_counts": [1]}),
     (TypeError, "token_mask must be int32: bit t & 31 of word t >> 5 .*, got torch.bool", {"token_mask": torch.ones(3, 70, dtype=torch.bool)}),
     (ValueError, r"token_mask must have shape \(3, 3\) or \(3,\), a bit for each of 70 tokens, got shape \(3, 2\)", {"token_mask": MASK[:, :2]}),
-    (ValueError, r"token_mask must have shape .*, got shape \(2, 3\)", {"token_mask": MASK[:2]}),
     (ValueError, r"token_mask must have shape .*, got shape \(3, 2\)", {"token_mask": MASK[0, :2]}),
     (TypeError, "top_k must be an int or integers, one per row, got float", {"top_k": 5.0}),
     (TypeError, "top_k must be an integer tensor, got torch.float32", {"top_k": torch.ones(3)}),
     (ValueError, r"top_k must be a number or have shape \(\), \(1,\) or \(3,\), one per row, got shape \(2,\)", {"top_k": [1, 2]}),
     (ValueError, "top_p must be from 0 to 1, got 95", {"top_p": 95}),
-    (ValueError, "top_p must be from 0 to 1, got nan", {"top_p": float("nan")}),
-    (ValueError, "top_p must be from 0 to 1, got -0.1", {"top_p": numpy.array([0.5, -0.1, 1.0])}),
     (ValueError, "min_p must be from 0 to 1, got 1.5", {"min_p": 1.5}),
-    (TypeError, "min_p must be a number or numbers, one per row, got bool", {"min_p": True}),
     (ValueError, "epsilon_cutoff must be at least 0 and below 1, got 1", {"epsilon_cutoff": 1}),
-    (ValueError, "epsilon_cutoff must be at least 0 and below 1, got -0.1", {"epsilon_cutoff": [0.0, 0.5, -0.1]}),
-    (ValueError, "epsilon_cutoff must be at least 0 and below 1, got nan", {"epsilon_cutoff": float("nan")}),
-    (ValueError, "top_n_sigma must be finite, got inf", {"top_n_sigma": float("inf")}),
     (ValueError, "top_n_sigma must be finite, got nan", {"top_n_sigma": [1.0, float("nan"), 0.0]}),
-    (TypeError, "top_n_sigma must be a number or numbers, one per row, got str", {"top_n_sigma": "2"}),
     (TypeError, "joint_top_p must be a bool or bools, one per row, got int", {"joint_top_p": 1}),
-    (TypeError, "joint_top_p must be a bool or bools, one per row, got list that holds int", {"joint_top_p": [1, 0, 1]}),
     (TypeError, "joint_top_p must be a bool .*, got ndarray that holds int", {"joint_top_p": numpy.array([1, 0, 1], numpy.int32)}),
-    (ValueError, "joint_top_p must be a bool .*, got list of more than one dimension", {"joint_top_p": [[True]]}),
-    (ValueError, r"joint_top_p must be a bool or have shape .*, got shape \(1, 1\)", {"joint_top_p": torch.ones(1, 1).bool()}),
-    (TypeError, "joint_top_p must be a bool or bools, one per row, got str", {"joint_top_p": "joint"}),
     (TypeError, "joint_top_p must be a bool, bools or int32, .*, got a tensor of torch.int64", {"joint_top_p": torch.ones(3).long()}),
-    (ValueError, r"joint_top_p must be a bool or have shape .*, got shape \(2,\)", {"joint_top_p": [True, False]}),
     (TypeError, "return_logprobs must be a bool, got int", {"return_logprobs": 1}),
-    (TypeError, "return_logsumexp must be a bool, got str", {"return_logsumexp": "yes"}),
     (ValueError, "top_logprobs must be from 0 to 20, got 21", {"top_logprobs": 21}),
-    (ValueError, "top_logprobs must be from 0 to 20, got -1", {"top_logprobs": -1}),
     (TypeError, "top_logprobs must be an int, got bool", {"top_logprobs": True}),
     (TypeError, "logprob_ids must be int32 or int64, got torch.float32", {"logprob_ids": torch.ones(3, 2)}),
-    (ValueError, r"logprob_ids must have shape \(3, n\), or \(n,\) for all rows, got shape \(2, 2\)", {"logprob_ids": torch.ones(2, 2).long()}),
 ]  # fmt: skip
 
 
@@ -147,9 +118,7 @@ def test_errors_name_the_argument(error, message, change):
             {"logits": torch.zeros(3, 5).double()},
         ),
         (ValueError, r"logits must have at least one column, got shape \(3, 0\)", {"logits": torch.zeros(3, 0)}),
-        (TypeError, "logits must be a dense tensor, got torch.sparse_coo", {"logits": torch.zeros(3, 5).to_sparse()}),
         (ValueError, "vocab_size must be from 1 to the 5 columns of logits, got 6", {"vocab_size": 6}),
-        (ValueError, "top_logprobs must be from 0 to 5, got 6", {"top_logprobs": 6}),
         (TypeError, "unexpected keyword argument 'tp'|unexpected argument 'tp'", {"tp": None}),
     ],
 )
@@ -215,31 +184,21 @@ def test_operators_take_the_parameters_as_exported_programs_pass_them():
     for operator in ("sample", "sample_from_logits", "sample_sharded", "accept", "recover"):
         schema = str(getattr(torch.ops.flashsampling, operator).default._schema)
         assert f" *, {SCHEMA}" in schema
-        assert f" *, {SCHEMA}" in str(getattr(torch.ops.flashsampling, operator).on_host._schema)
         assert "stream, SymInt num_samples" in schema
 
 
 def test_one_meaning_however_it_is_written():
-    same = torch.tensor([5, 5, 5])
-    for name, value, ways in (
-        ("top_k", 5, [numpy.int32(5), [5], same, same.to(torch.int32), torch.tensor(5), (5, 5, 5), numpy.full(3, 5)]),
-        (
-            "top_p",
-            0.5,
-            [numpy.float32(0.5), [0.5] * 3, torch.full((3,), 0.5), torch.tensor(0.5), torch.full((3,), 0.5).bfloat16()],
-        ),
-        ("min_p", 0.25, [numpy.full(3, 0.25), torch.full((6,), 0.25)[::2]]),
-        ("joint_top_p", True, [numpy.bool_(True), [True] * 3, torch.tensor(True), same > 0, same.to(torch.int32)]),
-        ("frequency_penalty", 2, [2.0, [2, 2, 2], torch.tensor([2, 2, 2])]),
+    """Real numbers per row are parsed as temperatures, of which ``test_sampling`` has all forms."""
+    same, numbers = torch.tensor([5, 5, 5]), {"seed": SEEDS, "return_logprobs": True}
+    for name, value, ways, others in (
+        ("top_k", 5, [numpy.int32(5), [5], same, same.to(torch.int32), torch.tensor(5), (5, 5, 5)], {}),
+        ("joint_top_p", True, [[True] * 3, torch.tensor(True), same > 0, same.int()], {"top_k": 2, "top_p": 0.6}),
     ):
-        counts = torch.randint(0, 3, (3, 70), dtype=torch.int32)
-        beside = {"top_k": 2, "top_p": 0.6} if name == "joint_top_p" else {}
-        usual = {"seed": SEEDS, "token_counts": counts, "return_logprobs": True, **beside}
-        expected = sample(STATES, WEIGHT, **usual, **{name: value})
-        plain = sample(STATES, WEIGHT, **usual)
+        expected = sample(STATES, WEIGHT, **numbers, **others, **{name: value})
+        plain = sample(STATES, WEIGHT, **numbers, **others)
         assert not torch.equal(expected.processed_logprobs, plain.processed_logprobs)
         for way in ways:
-            out = sample(STATES, WEIGHT, **usual, **{name: way})
+            out = sample(STATES, WEIGHT, **numbers, **others, **{name: way})
             assert torch.equal(out.token_ids, expected.token_ids), (name, way)
             assert torch.equal(out.processed_logprobs, expected.processed_logprobs), (name, way)
     assert asked_by(top_k=same.to(torch.int32)).top_k.dtype == torch.int32  # as it is: no copy
@@ -319,72 +278,6 @@ def test_what_comes_back():
             if num_samples == 1:
                 wanted |= {name: (0,) for name in flat}
             assert {field.name: tuple(getattr(nothing, field.name).shape) for field in fields(SampleOutput)} == wanted
-    leaves, spec = torch.utils._pytree.tree_flatten(out)
-    assert len(leaves) == 8
-    assert torch.utils._pytree.tree_unflatten(leaves, spec).ranks is out.ranks
-    logprobs_only = sample(STATES, WEIGHT, seed=SEEDS, return_logsumexp=True)
-    assert len(torch.utils._pytree.tree_leaves(logprobs_only)) == 2
-    assert "logsumexp=tensor" in repr(logprobs_only)
-
-
-def test_the_layout_is_what_kernels_fill_in():
-    params = SamplingParams(logprobs=True, top_logprobs=2, logprob_ids=torch.zeros(4, 3), logsumexp=True)
-    there = layout(4, 5, params)
-    assert there.ids == {"token_ids": (0, 5), "top_token_ids": (20, 2), "ranks": (28, 5)}
-    assert there.values == {
-        "logprobs": (0, 5), "processed_logprobs": (20, 5), "top_logprobs": (40, 2), "given_logprobs": (48, 3), "logsumexp": (60, 1),
-    }  # fmt: skip
-    assert (there.num_ids, there.num_values) == (48, 64)
-    assert layout(4, 5, DEFAULT_PARAMS) == ({"token_ids": (0, 5)}, {}, 20, 0)
-    ids, values = torch.arange(48), torch.arange(64.0)
-    drawn = there.join(there.split(SampleResult(ids, values), 4))
-    assert torch.equal(drawn.ids, ids)
-    assert torch.equal(drawn.values, values)
-
-
-def test_a_kernel_refuses_by_name_what_it_does_not_do(monkeypatch):
-    monkeypatch.setattr(BACKENDS["cute"], "params_missing", "triton is not installed")
-    step = Mix(0).make(batch=3, vocab=70)
-    logits = step._replace(params=DEFAULT_PARAMS)
-    head = Mix(0).of_a_head(step)._replace(params=DEFAULT_PARAMS)
-    for name, value, public in (
-        ("top_k", 3, "top_k"), ("dense_bias", torch.zeros(70), "logit_bias"), ("logprobs", True, "return_logprobs"),
-        ("counts", COUNTS, "token_counts"), ("soft_cap", 30.0, "soft_cap"), ("token_mask", MASK, "token_mask"),
-    ):  # fmt: skip
-        params = head._replace(params=SamplingParams(**{name: value}))
-        if BACKENDS["cute"].missing is None:
-            assert BACKENDS["cute"].unsupported(params) == f"it does not do {public}: triton is not installed"
-            assert BACKENDS["cute"].unsupported(logits) == "it takes hidden states and a weight, not logits"
-        assert ops.choose(params).name == "streaming"
-    assert ops.choose(logits).name == "streaming"
-
-
-def test_a_group_of_one_does_it_too(process_group):
-    """With the whole vocabulary; what several ranks do, tests/tensor_parallel/test_filters.py and tests/tensor_parallel/scenarios.py have."""
-    from flashsampling.tensor_parallel import TensorParallel
-
-    params = {"top_k": 3, "return_logprobs": True}
-    with TensorParallel(None, WEIGHT) as tp:
-        ours, theirs = (sample(STATES, WEIGHT, seed=SEEDS, tp=group, **params) for group in (tp, None))
-        assert torch.equal(ours.token_ids, theirs.token_ids)
-        assert torch.equal(ours.logprobs, theirs.logprobs)
-        assert flashsampling.warmup(WEIGHT, tp=tp, top_k=3) == []
-        head, options = nn.Linear(8, 70), {"seed": list(range(256)), "logit_scale": 2.0, "soft_cap": 3.0}
-        ours, theirs = (LMHeadSampler(head, tp=group, **options)(STATES, top_p=0.5) for group in (tp, None))
-        assert torch.equal(ours.token_ids, theirs.token_ids)
-
-
-def test_an_implementation_refuses_a_shard_by_itself():
-    """What comes of it is decided among the ranks."""
-    step = Mix(0).of_a_head(Mix(0).make(vocab=64))
-    shard = step._replace(
-        shard=flashsampling.exchange_protocol.Shard(64, flashsampling.exchange_protocol.PACKED),
-        params=SamplingParams(top_k=3),
-    )
-    with pytest.raises(
-        ValueError, match=r"no implementation can do this.*streaming: a shard of a vocabulary with top_k"
-    ):
-        ops.sample(shard, "")
 
 
 def test_logits_of_every_dtype_and_stride():
@@ -407,9 +300,9 @@ def test_logits_of_every_dtype_and_stride():
 # -- tracers
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("impl", ["reference", "streaming"])
-@pytest.mark.parametrize("seed", [0, 1, 7, 40, 44])  # values hold no NaN: opcheck takes none for another
+@pytest.mark.parametrize("seed", [0, 7])  # values hold no NaN: opcheck takes none for another
 def test_opcheck(seed, impl):
     mix = Mix(seed, poisoned=False)
     step = mix.make(batch=3)
@@ -496,44 +389,34 @@ def test_the_sampler_takes_it_all():
     assert sampler.offsets.tolist() == [3, 3, 3, 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_with_a_bias(dtype):
-    head = nn.Linear(8, 70).to(dtype)
+def test_a_head_with_a_bias():
+    head, states = nn.Linear(8, 70).bfloat16(), STATES.bfloat16()
     with torch.no_grad():
         head.bias[11] = 50.0
     sampler = LMHeadSampler(head, max_batch_size=4, seed=[1, 2, 3, 4])
-    out = sampler(STATES.to(dtype), return_logprobs=True)
+    out = sampler(states, return_logprobs=True)
     assert out.token_ids.tolist() == [11, 11, 11]
-    expected = torch.log_softmax(STATES.to(dtype).float() @ head.weight.float().T + head.bias.float(), 1)[:, 11]
+    expected = torch.log_softmax(states.float() @ head.weight.float().T + head.bias.float(), 1)[:, 11]
     assert torch.allclose(out.logprobs, expected, atol=1e-5)
     assert not out.logprobs.requires_grad
     with torch.no_grad():
         head.bias[11] = -50.0  # read at every call
-    assert 11 not in sampler(STATES.to(dtype)).token_ids
+    assert 11 not in sampler(states).token_ids
     assert sampler.bias is head.bias
     assert LMHeadSampler(WEIGHT).bias is None
     with pytest.raises(ValueError, match="bias must be None: the LM head has one of its own"):
-        sampler(STATES.to(dtype), bias=torch.zeros(70))
+        sampler(states, bias=torch.zeros(70))
     assert sampler.state_dict() == {}
-    compiled = torch.compile(
-        LMHeadSampler(head, max_batch_size=4, seed=[1, 2, 3, 4]), fullgraph=True, backend="aot_eager"
-    )
-    sampler.reset([1, 2, 3, 4])
-    assert torch.equal(compiled(STATES.to(dtype), top_k=5).token_ids, sampler(STATES.to(dtype), top_k=5).token_ids)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_the_sampler_hands_all_on(biased):
-    """Scale and soft cap beside a bias, and who is to do it, in both of its calls."""
+def test_the_sampler_hands_all_on():
+    """Scale and soft cap besides a bias, and the backend's name, in both of its calls."""
     transform: dict[str, Any] = {"logit_scale": 8.0, "soft_cap": 20.0}
-    head = nn.Linear(8, 70, bias=biased)
-    weight, bias = head.weight, head.bias
+    head, nothing = nn.Linear(8, 70), torch.zeros(3, 0, dtype=torch.int64)
     sampler = LMHeadSampler(head, max_batch_size=3, seed=[4, 5, 6], **transform)
-    expected = sample(STATES, weight, seed=[4, 5, 6], bias=bias, **transform).token_ids
-    assert not torch.equal(expected, sample(STATES, weight, seed=[4, 5, 6], bias=bias).token_ids)
+    expected = sample(STATES, head.weight, seed=[4, 5, 6], bias=head.bias, **transform).token_ids
     assert torch.equal(sampler(STATES).token_ids, expected)
     sampler.reset([4, 5, 6])
-    nothing = torch.zeros(3, 0, dtype=torch.int64)
     assert torch.equal(sampler.verify(STATES[:, None], nothing).token_ids[:, 0], expected)
     named = LMHeadSampler(head, max_batch_size=3, impl="cute")
     for call in (lambda: named(STATES), lambda: named.verify(STATES[:, None], nothing)):
@@ -663,19 +546,3 @@ def test_counts_say_what_does_not_fit(error, message, call):
     with pytest.raises(error, match=message):
         call(state)
     assert not state.counts.any()
-
-
-@pytest.mark.parametrize("name", SamplingOptions.__annotations__)
-def test_an_option_alone_is_parsed(name, monkeypatch):
-    """``sample`` skips the parser where no option is given."""
-    parsed: list[dict[str, Any]] = []
-
-    def parse(options: dict[str, Any], shape: BatchShape, function: Any) -> SamplingParams:
-        parsed.append(options)
-        return DEFAULT_PARAMS
-
-    monkeypatch.setattr(sampling, "parse_sampling_params", parse)
-    sample(STATES, WEIGHT, seed=SEEDS, **{name: ALL[name]})
-    ((found, value),) = ((key, x) for key, x in parsed[0].items() if x is not None and x is not False)
-    assert found == name
-    assert value is ALL[name]

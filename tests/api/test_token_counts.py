@@ -1,15 +1,11 @@
 """``TokenCounts``: how often tokens have come, and where there are any."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 
 import flashsampling
 from flashsampling import TokenCounts
 from flashsampling.token_counts import Counted, num_token_groups
-from tests.conftest import DEVICE
 
 pytestmark = pytest.mark.every_triton
 
@@ -21,42 +17,35 @@ def seen_of(counts: torch.Tensor) -> torch.Tensor:
     return padded.view(len(counts), groups, 16).any(2).to(torch.uint8)
 
 
-def assert_known(state: TokenCounts, exact: bool = False) -> None:
-    """The state knows every group with a count; ``exact``: and no other group."""
+def assert_known(state: TokenCounts) -> None:
+    """The state knows the groups with a count, and no other group."""
     counts, seen = state.read(state.max_batch_size)
-    assert seen is not None
-    assert torch.equal(seen, seen_of(counts)) if exact else (seen >= seen_of(counts)).all()
+    assert torch.equal(seen, seen_of(counts))
 
 
 def test_a_state_of_counts(device):
-    """``TokenCounts`` knows which of its groups have counts, whoever wrote them."""
     vocab = 300
     state = TokenCounts(4, vocab, device=device)
-
-    def check() -> None:
-        assert_known(state, exact=True)
-
-    check()
+    assert_known(state)
     state.reset([0, 2], [[5, 299], [17, 17, 290]])
-    check()
+    assert_known(state)
     state.add(torch.tensor([100, 16, 31, 0], device=device))
-    check()
+    assert_known(state)
     state.add(torch.tensor([[200, 201, 5], [40, 41, 42]], device=device), rows=[3, 1])
-    check()
-    state.add(torch.tensor([-1, vocab, 7, 7], device=device))  # as torch operations it has the first group looked at
     assert_known(state)
     state.reset([1])
-    check()
-    state.counts[1, 77] = 3
-    check()
-    state.counts[0].zero_()
-    check()
-    state.counts.index_fill_(0, torch.tensor([2], device=device), 1)
-    state.add(torch.tensor([1], device=device))
-    check()
-    state.counts.view(-1)[299] = 1
-    state.reset([1], [[150]])
-    check()
+    assert_known(state)
+
+
+def test_counts_that_other_code_may_write_to(device):
+    state = TokenCounts(2, 400, device=device)
+    before, seen = state.read(2)
+    state.counts[0, 150] = 1
+    state.add(torch.tensor([5, 5], device=device))
+    assert state.read(2).seen is None
+    state.recount()
+    assert_known(state)
+    assert torch.equal(seen, seen_of(before))  # a CUDA graph reads this memory
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
@@ -105,73 +94,12 @@ def test_the_kernel_compiles(capability, tmp_path):
     assert least > 1000
 
 
-@pytest.mark.parametrize("adds", range(4))
-@pytest.mark.parametrize("writes", range(1, 4))
-def test_copies_know_what_they_count(adds, writes, device):
-    """However often torch has written to what they are of."""
-    state = TokenCounts(2, 400, device=device)
-    for _ in range(adds):
-        state.add(torch.tensor([3, 99], device=device))
-    for other in (copy.deepcopy(state), copy.copy(state), pickle.loads(pickle.dumps(state))):
-        counts = other.counts
-        for place in range(writes):
-            counts[0, 50 * place + 120] = 1
-        assert_known(other)
-        other.add(torch.tensor([70, 71], device=device))
-        assert_known(other)
-    assert_known(state)
-
-
-def test_writes_that_torch_does_not_count(device):
-    state = TokenCounts(2, 400, device=device)
-    state.counts.data[0, 150] = 1
-    assert_known(state)
-    state.add(torch.tensor([5, 5], device=device))
-    torch.utils.dlpack.from_dlpack(state.counts)[1, 250] = 1
-    assert_known(state)
-    taken = state.counts
-    assert_known(state)
-    taken.data[0, 350] = 1  # nobody can know
-    state.recount()
-    assert_known(state)
-
-
 def test_a_row_that_begins_twice(device):
     """It has one of the prompts, and what is known is of that one."""
     state = TokenCounts(8, 20_000, device=device)
     for rows in ([3] * 8, [1, -7, 1]):
         state.reset(rows, [[1000 * i + 5] for i in range(len(rows))])
-        assert_known(state, exact=True)
-
-
-def test_counts_that_take_the_place_of_others(device):
-    state = TokenCounts(2, 100, device=device)
-    state.counts = torch.zeros(3, 500, dtype=torch.int32, device=device)
-    state.counts[2, 400] = 1
-    state.add(torch.tensor([450, 1, 2], device=device))
-    assert_known(state)
-    assert state.read(3).seen.shape == (3, num_token_groups(500))
-    state.counts = state.counts.clone()
-    state.counts[1, 77] = 1
-    assert_known(state)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_modes(mode, device):
-    with mode():
-        copied = copy.deepcopy(TokenCounts(2, 100, device=device))
-        copied.add(torch.tensor([9, 80], device=device))
-        assert_known(copied)
-        state = TokenCounts(2, 100, device=device)
-        state.reset([0], [[5, 6]])
-        state.add(torch.tensor([9, 80], device=device))
-        state.counts[0, 44] = 1
-        assert_known(state, exact=True)
-    state.add(torch.tensor([19, 20], device=device))
-    assert_known(state, exact=True)
-    assert_known(copied)
-    copied.counts = torch.ones(3, 200, dtype=torch.int32, device=device)
-    assert_known(copied)
+        assert_known(state)
 
 
 def test_what_is_said_beside_counts_is_checked(device):
@@ -182,16 +110,3 @@ def test_what_is_said_beside_counts_is_checked(device):
     for wrong in (seen[:1], seen[:, :8], seen.float(), seen[0], seen.to("meta")):
         with pytest.raises(ValueError, match=r"token_counts\.seen must be"):
             flashsampling.sample(states, weight, presence_penalty=1.0, token_counts=Counted(counts, wrong))
-
-
-def test_a_compiler_sees_torch_operations():
-    """And what it compiled keeps both."""
-    state = TokenCounts(2, 100, device=DEVICE)
-    ids = torch.tensor([5, 70], device=DEVICE)
-    compiled = torch.compile(lambda ids: state.add(ids), backend="eager", fullgraph=True)
-    for _ in range(2):
-        compiled(ids)
-    assert state.counts[[0, 1], [5, 70]].tolist() == [2, 2]
-    assert torch.equal(state._seen, seen_of(state.counts))
-    state.add(ids)
-    assert torch.equal(state.read(2).seen, seen_of(state.counts))

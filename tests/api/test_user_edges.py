@@ -1,14 +1,10 @@
 """What users give that is at the edge of what is promised."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashsampling import LMHeadSampler, TokenCounts, sample, sample_from_logits, verify, warmup
+from flashsampling import LMHeadSampler, TokenCounts, sample, sample_from_logits, warmup
 from tests.conftest import run_python
 
 STATES, WEIGHT, SEEDS = torch.randn(3, 8), torch.randn(50, 8), torch.arange(3)
@@ -47,43 +43,16 @@ with FakeTensorMode():
     run_python(code)
 
 
-class Step(nn.Module):
-    def __init__(self, method="match"):
-        super().__init__()
-        self.lm_head = nn.Linear(8, 50)
-        self.sampler = LMHeadSampler(self.lm_head, max_batch_size=4, seed=[1, 2, 3, 4], soft_cap=3.0)
-
-    def forward(self, states, drafts, mask, probs):
-        out = self.sampler(states, token_mask=mask)
-        rows = states[:, None].expand(-1, 3, -1)
-        verified = self.sampler.verify(rows, drafts, method="rejection", draft_probs=probs)
-        return out.token_ids, verified.token_ids, self.sampler.verify(rows, drafts).token_ids
-
-
-def test_exports_what_has_tensors_among_its_arguments():
-    step = Step()
-    mask = torch.full((3, 2), -2, dtype=torch.int32)
-    arguments = STATES, torch.tensor([[1, 2], [3, 4], [5, -1]]), mask, torch.full((3, 2, 50), 0.02)
-    exported = torch.export.export(copy.deepcopy(step), arguments).module()
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = [mode.from_tensor(argument) for argument in arguments]
-        assert verify(fake[0][:, None].expand(-1, 3, -1), mode.from_tensor(WEIGHT), fake[1]).token_ids.shape == (3, 3)
-    for _ in range(2):
-        for one, other in zip(exported(*arguments), step(*arguments)):
-            assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("name", ["num_samples", "vocab_size"])
-@pytest.mark.parametrize("value", [2.0, "2", True, [2], np.float32(2)])
+@pytest.mark.parametrize("value", [2.0, True, [2]])
 def test_names_a_count_of_another_type(name, value):
     for call in (
         lambda **x: sample(STATES, WEIGHT, **x),
         lambda **x: sample_from_logits(STATES @ WEIGHT.T, **x),
         lambda **x: warmup(WEIGHT, **x),
     ):
-        for params in ({}, {"top_k": 3}):
-            with pytest.raises(TypeError, match=f"{name} must be an int, got {type(value).__name__}"):
-                call(**{name: value}, **params)
+        with pytest.raises(TypeError, match=f"{name} must be an int, got {type(value).__name__}"):
+            call(**{name: value})
 
 
 @pytest.mark.parametrize("impl", ["reference", "streaming"])
@@ -120,12 +89,6 @@ def test_a_sampler_of_one_row_has_a_temperature_of_its_row():
     assert sampler(STATES[:1]).token_ids.item() == int((STATES[0] @ WEIGHT.T).argmax())
 
 
-def test_no_prompts_of_no_rows():
-    counts = TokenCounts(4, 5)
-    counts.reset(rows=[], prompt_token_ids=[])
-    assert not counts.counts.any()
-
-
 @pytest.mark.parametrize("prompts", [5, [None, [1]], {1: 2}])
 def test_names_prompts(prompts):
     with pytest.raises(TypeError, match="prompt_token_ids must be token ids"):
@@ -138,14 +101,6 @@ def test_made_in_inference_mode_and_used_outside():
     sampler(STATES, token_counts=counts, presence_penalty=0.1)
     sampler.reset(temperature=0.3)
     assert counts.counts.sum() == 3
-
-
-@pytest.mark.parametrize("method", ["match", "rejection"])
-def test_drafts_of_no_request_one_after_the_other(method):
-    probs = {"draft_probs": torch.zeros(2, 50)} if method == "rejection" else {}
-    drafts, mask = torch.tensor([1, 2]), torch.zeros(2, 2, dtype=torch.int32)  # they belong to nobody
-    out = verify(STATES[:2], WEIGHT, drafts, cu_draft_lengths=[0], method=method, token_mask=mask, **probs)
-    assert out.token_ids.shape == (0, 1)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

@@ -255,7 +255,7 @@ def imports(module):
 
 
 LAYERS = (  # a module imports, when it is imported, nothing of a later layer
-    {"noise", "exchange_protocol", "row_params", "token_counts", "torch_internals", "open_groups", "workspace"},
+    {"noise", "exchange_protocol", "row_params", "token_counts", "torch_internals", "workspace"},
     {"param_parsers", "sampling_params"},
     {"inputs", "outputs", "backends"},
     {"reference", "kernels"},

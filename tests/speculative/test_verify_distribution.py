@@ -105,39 +105,6 @@ def test_joint_distribution(method, drafter, holes):
     assert_joint(target, emitted(target, propose, method=method))
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("drafts", ["likeliest", "impossible", "one or none"])
-def test_drafts_that_are_certain(drafts):
-    """Without ``draft_probs``; some requests with fewer drafts, and with none."""
-
-    def propose(last: Tensor, offsets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        first = HOLES.argmax(1)[last]
-        second = HOLES.argmax(1)[first]
-        if drafts == "impossible":
-            second = first  # which never follows itself
-        ids = torch.stack([first, second], 1)
-        if drafts == "one or none":
-            ids[::2, 1] = -1
-            ids[::3] = -1
-        return ids, {}
-
-    assert_joint(HOLES, emitted(HOLES, propose, method="rejection"))
-
-
-def test_trees():
-    """Two drafts after the last token, two after the first of these, one after the second."""
-    chance, parents = torch.Generator().manual_seed(2), torch.tensor([-1, -1, 0, 0, 1])
-    q = DRAFTERS["good"](TARGET)
-
-    def propose(last: Tensor, offsets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        after = [last]
-        for parent in parents.tolist():
-            after.append(draw_from(q[after[parent + 1]], chance))
-        return torch.stack(after[1:], 1), {"parents": parents.expand(REQUESTS, -1)}
-
-    assert_joint(TARGET, emitted(TARGET, propose))
-
-
 def test_filters_and_penalties_are_in_p():
     """Rejection with top-k: the joint distribution of what it keeps; with a presence penalty: no draft comes twice."""
     kept = TARGET.masked_fill(TARGET.amin(1, keepdim=True) == TARGET, -math.inf)
@@ -297,3 +264,18 @@ def test_groups_of_rows_are_one(monkeypatch):
         monkeypatch.setattr(streaming, "_LOGITS_AT_ONCE", {"cpu": 16 * rows, "cuda": 16 * rows})
         out = verify_from_logits(states, drafts, method="rejection", draft_probs=q, seed=torch.arange(9))
         assert torch.equal(out.token_ids, expected.token_ids)
+
+
+def test_every_draft_has_its_own_q():
+    """In both layouts. A q of 0 accepts every draft that the target may draw, one of 1e9 accepts none."""
+    is_accepted = torch.rand(40, 3, generator=torch.Generator().manual_seed(6)) < 0.7
+    probs = torch.where(is_accepted, 0.0, 1e9)[:, :, None].expand(-1, -1, 4)
+    logits, drafts, options = torch.zeros(40, 4, 4), torch.zeros(40, 3, dtype=torch.int64), {"method": "rejection"}
+    out = verify_from_logits(logits, drafts, draft_probs=probs, seed=torch.arange(40), **options)
+    assert torch.equal(out.num_accepted, is_accepted.long().cumprod(1).sum(1))
+    lengths = torch.arange(40) % 4
+    there = torch.arange(3) < lengths[:, None]
+    flat = {"cu_draft_lengths": [0, *lengths.cumsum(0).tolist()], "max_draft_length": 3, "draft_probs": probs[there]}
+    states = torch.zeros(int(lengths.sum()) + 40, 4)
+    out = verify_from_logits(states, drafts[there], seed=torch.arange(40), **flat, **options)
+    assert torch.equal(out.num_accepted, (is_accepted & there).long().cumprod(1).sum(1))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import flashsampling
-from flashsampling import LMHeadSampler, open_groups
+from flashsampling import LMHeadSampler, ops
 from flashsampling.sampling_params import SamplingParams
 from flashsampling.tensor_parallel import (
     Failure,
@@ -236,12 +236,12 @@ def test_an_open_group_lives_without_anybody_holding_it(process_group):
     name, there = group.name, weakref.ref(group)
     del group
     gc.collect()
-    assert there() is open_groups.find(name)
+    assert there() is ops.find_group(name)
     there().close()
     gc.collect()
     assert there() is None
     with pytest.raises(ValueError, match="tp must be open, it has been closed"):
-        open_groups.find(name)
+        ops.find_group(name)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ except ImportError as error:
         f"({error})"
     ) from error
 
-from ...row_params import integer, integers, reals, share
+from ...row_params import at_least_0, integer, integers, reals, share
 from ...sampling import sample
 from ...warmup import warmup
 from ..engine.transfer import sanitize_token_ids
@@ -287,7 +287,7 @@ class FusedBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         Raises ValueError or TypeError for another seed, or a ``temperature``, ``top_p`` or ``top_k`` out of range."""
         cpu = torch.device("cpu")
         given = integers("seed", self._seeds.getrandbits(64) if seed is None else seed, 1, cpu)
-        for name, check in (("temperature", None), ("top_p", share)):  # transformers checks only their types
+        for name, check in (("temperature", at_least_0), ("top_p", share)):  # transformers checks only their types
             if name in kwargs:
                 reals(name, kwargs[name], 1, cpu, check)
         # transformers takes 0 for one token, and from 2**31 on its thread ends

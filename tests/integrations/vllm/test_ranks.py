@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import flashsampling.integrations.vllm.runner as plugin
-from flashsampling import open_groups, ops
+from flashsampling import ops
 from flashsampling.integrations.engine.head import Layers
 from flashsampling.integrations.engine.request_info import RequestState
 from flashsampling.integrations.vllm import Refused, counters
@@ -280,7 +280,7 @@ def rank_main(rank, folder, queue):
     for chosen in ("require", "auto"):
         warm_up_that_fails(rank, chosen)
     results["different"] = different_ranks(rank)
-    assert not open_groups._open
+    assert not ops.open_groups
     queue.put((rank, results))
     dist.destroy_process_group()
 
