@@ -57,6 +57,10 @@ open_groups: dict[str, "TensorParallel"] = {}
 
 # These three are a tensor or, if that is None, a number for all rows. (field of ``SampleInputs``, type of the number)
 _ROW_PARAMETERS = (("temperature", "float"), ("seed", "SymInt"), ("offset", "SymInt"))
+# The overload ``on_host`` takes each scalar float as a tensor () on the CPU: a number that Dynamo traces as a symbol. A
+# CUDA graph would keep the value that it was captured with, so these overloads are not captured.
+_ON_HOST = "_on_host"  # suffix of such a tensor's name
+_UNSAFE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
 def _params_schema() -> str:
@@ -73,6 +77,9 @@ def _params_schema() -> str:
 
 _ROW_NUMBERS = {name: param.schema[4:] for name, param in PARAMS.items() if param.schema.startswith("row ")}
 _PARAMS_SCHEMA = _params_schema()
+_ON_HOST_SCHEMA = ", ".join(
+    f"Tensor? {name}{_ON_HOST}=None" for name, param in PARAMS.items() if param.schema == "float"
+)
 _ROWS = ", ".join(f"Tensor? {name}, {kind} {name}_value" for name, kind in _ROW_PARAMETERS)
 _STEP = f"{_ROWS}, int stream, SymInt num_samples"
 _HEAD = f"Tensor hidden_states, Tensor weight, {_STEP}"
@@ -104,8 +111,13 @@ def _flatten_params(params: SamplingParams) -> dict[str, Any]:
         if name in _ROW_NUMBERS and not isinstance(value, Tensor):
             keywords[name + "_value"] = value
         elif name != "stream":
-            keywords[name] = value
+            on_host = PARAMS[name].schema == "float" and isinstance(value, Tensor)
+            keywords[name + _ON_HOST if on_host else name] = value
     return keywords
+
+
+def _overload(operator: Any, keywords: dict[str, Any]) -> Any:
+    return operator.on_host if any(name.endswith(_ON_HOST) for name in keywords) else operator.default
 
 
 def _unflatten_inputs(
@@ -116,7 +128,7 @@ def _unflatten_inputs(
     first_row = len(values) - 2 * len(_ROW_PARAMETERS)
     matrices, rows = values[:first_row], values[first_row:]
     temperature, seed, offset = (number if tensor is None else tensor for tensor, number in zip(rows[::2], rows[1::2]))
-    params = _unflatten_params(stream, keywords)
+    params = _unflatten_params(stream, _read_host_tensors(keywords))
     inputs = SampleInputs(matrices[0], matrices[-1], temperature, seed, offset, num_samples, vocab_size, shard, params)
     return inputs if len(matrices) == 2 else inputs._replace(logits=matrices[0])
 
@@ -125,6 +137,15 @@ def _pop_drafts(keywords: dict[str, Any]) -> DraftChains | None:
     """Removes the draft chains from the keyword arguments and returns them."""
     parts = [keywords.pop(name, None) for name in _DRAFTED]
     return None if parts[0] is None else DraftChains(*parts)
+
+
+def _read_host_tensors(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Replaces the tensors of ``on_host`` by their numbers. They lie on the CPU, so nothing waits for a device."""
+    return {
+        name.removesuffix(_ON_HOST): value.item() if name.endswith(_ON_HOST) else value
+        for name, value in keywords.items()
+        if not name.endswith(_ON_HOST) or value is not None
+    }
 
 
 def _unflatten_params(stream: int, keywords: dict[str, Any]) -> SamplingParams:
@@ -286,7 +307,8 @@ def _make_fake(num_matrices: int) -> Callable[..., tuple[Tensor, Tensor]]:
         if drafted is not None:
             values = states.new_empty(0, dtype=torch.float32)
             return states.new_empty(2 * drafted.token_ids.shape[0], dtype=torch.int64), values
-        sizes = layout(states.shape[0], num_samples, _unflatten_params(stream, keywords))
+        params = {name: value for name, value in keywords.items() if not name.endswith(_ON_HOST)}
+        sizes = layout(states.shape[0], num_samples, _unflatten_params(stream, params))
         values = states.new_empty(sizes.num_values, dtype=torch.float32)
         return states.new_empty(sizes.num_ids, dtype=torch.int64), values
 
@@ -317,11 +339,16 @@ for _schema, _function, _fake in (
     (f"accept({_REJECTION}) -> Tensor", _accept, lambda *given, **_: torch.empty_like(given[-3], dtype=torch.bool)),
     (f"recover({_REJECTION}) -> Tensor", _recover, lambda *given, **_: torch.empty_like(given[-3])),
 ):
-    _name = _schema.partition("(")[0]
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # the outputs have no gradient
-    torch.library.register_fake(f"flashsampling::{_name}", _fake, lib=_library)
+    _overloads: dict[str, tuple[torch.Tag, ...]] = {_schema: ()}
+    if "exported" not in _schema:
+        _on_host = _schema.replace("(", ".on_host(", 1).replace(") ->", f", {_ON_HOST_SCHEMA}) ->")
+        _overloads[_on_host] = _UNSAFE
+    for _schema, _tags in _overloads.items():
+        _name = _schema.partition("(")[0]
+        _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, *_tags))
+        _library.impl(_name, _function, "CompositeExplicitAutograd")
+        _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # the outputs have no gradient
+        torch.library.register_fake(f"flashsampling::{_name}", _fake, lib=_library)
 _exported = torch.fx.has_side_effect(torch.ops.flashsampling.sample_sharded.exported)
 
 
@@ -344,7 +371,7 @@ def sample(inputs: SampleInputs, impl: str) -> SampleResult:
     if _is_untraced(inputs):
         return _sample(inputs, impl)
     operators, keywords = torch.ops.flashsampling, _flatten_params(inputs.params)
-    operator = operators.sample.default if inputs.logits is None else operators.sample_from_logits.default
+    operator = _overload(operators.sample if inputs.logits is None else operators.sample_from_logits, keywords)
     return SampleResult(*operator(*_flatten_inputs(inputs), inputs.vocab_size, impl, **keywords))
 
 
@@ -359,7 +386,7 @@ def sample_sharded(inputs: SampleInputs, tp: Any) -> SampleResult:
         keywords["draft_hash"] = inputs.draft_hash
     if torch.compiler._is_exporting_flag:  # is_exporting() is also true in every torch.compile of torch 2.8
         return SampleResult(*_exported(*arguments, tp.name, **keywords))
-    operator = torch.ops.flashsampling.sample_sharded.default
+    operator = _overload(torch.ops.flashsampling.sample_sharded, keywords)
     return SampleResult(*operator(*arguments, tp.name, tp.order, **keywords))
 
 
@@ -367,5 +394,5 @@ def reject(name: str, inputs: SampleInputs, *drafts: Tensor | None) -> Tensor:
     """Runs ``rejection.accept`` or ``rejection.recover``, by name, as one operator."""
     states, *rest = _flatten_inputs(inputs)
     matrices, keywords = [states, *([None] if inputs.logits is not None else [])], _flatten_params(inputs.params)
-    operator = getattr(torch.ops.flashsampling, name).default
+    operator = _overload(getattr(torch.ops.flashsampling, name), keywords)
     return operator(*matrices, *rest, inputs.vocab_size, *drafts, **keywords)  # type: ignore[no-any-return]

@@ -108,12 +108,16 @@ def flags(name: str, value: Any, batch: int, device: torch.device) -> Tensor | i
 
 
 def real(name: str, value: float, check: Check) -> float:
-    """Returns one number for all rows, which the host knows and ``check`` takes."""
+    """Returns one number for all rows, which the host knows and ``check`` takes. A number that Dynamo traces as a
+    symbol becomes a tensor () float64 on the CPU, see ``reals``."""
     if not isinstance(value, _NUMBERS) or isinstance(value, bool):
         if isinstance(value, Tensor) or dimensions(value):
             raise TypeError(f"{name} must be a number, got {type(value).__name__}")
         (value,) = _numbers(name, value, "a number", _real)
-    return check(name, value)
+    number = check(name, value)
+    if is_symbolic(number):
+        return torch.ones((), dtype=torch.float64, device="cpu") * number  # type: ignore[return-value]
+    return number
 
 
 def integer(name: str, value: Any) -> int:

@@ -148,9 +148,8 @@ def sample(
     the copy. Tensors on the device are read by kernels only: a row with a filter that is NaN there gives -1.
 
     ``torch.compile`` makes at most two graphs for all values of a number, except for the integers 0 and 1, which have
-    their own, and for ``logit_scale`` and ``soft_cap``, which are a model's constants: each value is a graph. A number
-    that changes is a tensor in such a graph: a value that switches its parameter off costs as much as one that does
-    not.
+    their own. A number that changes is a tensor in such a graph: a value that switches its parameter off costs as much
+        as one that does not.
 
     Returns:
         SampleOutput.

@@ -42,7 +42,8 @@ class SamplingParams(NamedTuple):
     be wider, and their further columns are ignored. A dimension of 1 or V elements is contiguous; rows may have any
     stride, 0 included.
 
-    Under ``torch.compile`` a float of the rows that changes between calls is a tensor (B,).
+    Under ``torch.compile`` a float that changes between calls is a tensor: (B,), or () on the CPU for ``logit_scale``
+    and ``soft_cap``.
     """
 
     stream: Stream = Stream.TOKEN  # of the noise; no parameter of ``sample``

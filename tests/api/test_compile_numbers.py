@@ -30,6 +30,8 @@ NUMBERS = {
     "num_samples": range(2, 12),
     "vocab_size": range(VOCAB - 20, VOCAB - 10),
     "max_draft_length": [3, *range(5, DRAFTS + 2)],
+    "logit_scale": _expand(0.5, 1.5, 1.0, -2.0),
+    "soft_cap": _expand(5.0, 9.0, 0.0, 3.0),
     "repetition_penalty": _expand(1.1, 2.0, 1.0, 0.5),
     "frequency_penalty": _expand(0.1, 0.9, 0.0, -1.0),
     "presence_penalty": _expand(0.2, 0.8, -1.0, 0.0),
@@ -40,11 +42,10 @@ NUMBERS = {
     "top_n_sigma": _expand(0.5, 3.0, 0.0, -1.0),
     "top_logprobs": range(4, 14),
 }
-LARGE = ("temperature", "repetition_penalty", "frequency_penalty")  # reals that may be ints of any size
+LARGE = ("temperature", "soft_cap", "repetition_penalty", "frequency_penalty")  # reals that may be ints of any size
 OTHERS = {
     *("hidden_states", "weight", "logits", "target_logits", "draft_token_ids", "cu_draft_lengths", "parents", "method"),
     *("draft_probs", "impl", "tp", "bias", "logit_bias", "token_counts", "token_mask", "joint_top_p"),
-    *("logit_scale", "soft_cap"),  # constants of a model
     *("return_logprobs", "logprob_ids", "return_logsumexp"),
 }
 torch.manual_seed(0)

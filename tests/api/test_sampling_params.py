@@ -184,6 +184,7 @@ def test_operators_take_the_parameters_as_exported_programs_pass_them():
     for operator in ("sample", "sample_from_logits", "sample_sharded", "accept", "recover"):
         schema = str(getattr(torch.ops.flashsampling, operator).default._schema)
         assert f" *, {SCHEMA}" in schema
+        assert f" *, {SCHEMA}" in str(getattr(torch.ops.flashsampling, operator).on_host._schema)
         assert "stream, SymInt num_samples" in schema
 
 
