@@ -116,6 +116,11 @@ class SamplingParams(NamedTuple):
         Param("Tensor?", None, "token_counts", per_row=True, is_hint=True),
     ] = None
 
+    counts_rows: Annotated[
+        Tensor | None,  # (B,) int64: each row's row of ``counts`` and ``seen``, in range; None: its own
+        Param("Tensor?", None, "token_counts", is_rank_local=True),
+    ] = None
+
     def names(self) -> list[str]:
         """Returns the fields that differ from their defaults, hints apart."""
         return [
@@ -169,9 +174,17 @@ class SamplingParams(NamedTuple):
 
     def rows(self, first: int, last: int) -> "SamplingParams":
         """Returns the parameters of the rows [first, last)."""
-        names = (*ROW_FIELDS, *MATRIX_FIELDS, *_HINTS)
+        names = (*ROW_FIELDS, *MATRIX_FIELDS, *_HINTS, "counts_rows")
         some: dict[str, Any] = {name: x[first:last] for name in names if isinstance(x := getattr(self, name), Tensor)}
+        if self.counts_rows is not None:
+            some |= {"counts": self.counts, "seen": self.seen}
         return self._replace(**some)
+
+    def counts_of(self, rows: Tensor) -> Tensor | None:
+        """Returns (k, V) int32: a copy of the counts of rows (k,) of the batch; None without counts."""
+        if self.counts is None:
+            return None
+        return self.counts.index_select(0, rows if self.counts_rows is None else self.counts_rows.index_select(0, rows))
 
 
 DEFAULT_PARAMS = SamplingParams()  # compared by identity: a call without sampling parameters holds this very object
@@ -303,3 +316,4 @@ def _check_penalties(fields: dict[str, Any], options: Mapping[str, Any]) -> None
     if not names:
         fields.pop("counts", None)
         fields.pop("seen", None)
+        fields.pop("counts_rows", None)

@@ -20,6 +20,14 @@ class Counted(NamedTuple):
     seen: Tensor | None  # (B, 8 ceil(V / 128)) uint8: ``SamplingParams.seen``
 
 
+class CountedSlots(NamedTuple):
+    """The counts that a step of ``RequestPool`` reads: those of some rows of a larger matrix."""
+
+    counts: Tensor  # (S, V) int32
+    seen: Tensor  # (S, 8 ceil(V / 128)) uint8
+    rows: Tensor  # (B,) int64: each row's row of both, in range
+
+
 def num_token_groups(vocab_size: int) -> int:
     """Returns the columns of ``Counted.seen``."""
     return 8 * -(-vocab_size // (8 * _GROUP))
@@ -165,6 +173,10 @@ class TokenCounts:
                 raise ValueError(
                     f"token_ids must have a row for each of {len(chosen)} rows, got shape {tuple(token_ids.shape)}"
                 )
+        self.add_to_rows(ids, chosen)
+
+    def add_to_rows(self, ids: Tensor, chosen: Tensor | None) -> None:
+        """Counts tokens (B, n) of rows (B,) int64, all in range; None: the first B."""
         self._check_writes()
         if self._counts_by_kernel(ids):
             # not by an import statement: the fingerprint of the Hopper kernels' cache would include Triton's sources

@@ -75,7 +75,8 @@ def penalised(
     """Returns (B, V) logits after the penalties. No penalty, not even NaN, changes a token that has no count."""
     if params.counts is None:
         return logits
-    counts = params.counts[:, : logits.shape[1]]
+    counts = params.counts if params.counts_rows is None else params.counts.index_select(0, params.counts_rows)
+    counts = counts[:, : logits.shape[1]]
     repetition, frequency, presence = (
         column(value, logits.device)
         for value in (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)

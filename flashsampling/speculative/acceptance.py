@@ -111,9 +111,8 @@ class RequestParams(NamedTuple):
 
     def counts_at(self, nodes: Nodes, drafts: Drafts, vocab_size: int) -> Tensor | None:
         """Returns the token counts at some positions, which include the drafts before them."""
-        if self.params.counts is None:
-            return None
-        return drafts.counted(self.params.counts.index_select(0, nodes.request), nodes, vocab_size)
+        counts = self.params.counts_of(nodes.request)
+        return None if counts is None else drafts.counted(counts, nodes, vocab_size)
 
     def has_matrices(self) -> bool:
         """Returns whether a request may have parameters besides ``ROW_FIELDS``."""
@@ -133,7 +132,8 @@ class RequestParams(NamedTuple):
         per_request = {
             name: _select(getattr(params, name), request) for name in MATRIX_FIELDS if of_positions.get(name) is None
         }
-        return params._replace(**of_positions | per_request, seen=None)  # drafts add counts that it misses
+        # drafts add counts that ``seen`` misses
+        return params._replace(**of_positions | per_request, seen=None, counts_rows=None)
 
 
 def match(target: Target, given: DraftBatch, parameters: RequestParams, _: Tensor | None) -> VerifyOutput:

@@ -107,6 +107,7 @@ class TransformArguments(NamedTuple):
     presence_value: Float32
     token_mask: Int64  # of (B, ceil(V / 32)) int32
     mask_stride: Int64  # of its rows, in bytes
+    counts_rows: Int64  # of (B,) int64: each row's row of ``counts`` and ``nonzero_mask``; 0: its own
 
 
 class Outputs(NamedTuple):

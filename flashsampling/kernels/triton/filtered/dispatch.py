@@ -147,6 +147,7 @@ def request_transforms(params: SamplingParams) -> tuple[RequestTransforms, tuple
         _address(params.dense_bias), _address(ids), _address(values), count, stride(ids), stride(values),
         _address(counts), stride(counts), _address(mask), stride(mask), *row_argument(params.repetition_penalty),
         *row_argument(params.frequency_penalty), *row_argument(params.presence_penalty),
+        _address(params.counts_rows),
     )  # fmt: skip
     return transforms, (ids, values, counts, mask)
 

@@ -71,6 +71,7 @@ class RequestTransforms(NamedTuple):
     frequency: float
     presence_at: int
     presence: float
+    counts_rows_at: int  # (B,) int64: each row's row of counts, or 0
 
 
 class RowFilters(NamedTuple):
@@ -244,7 +245,8 @@ def processed_logits(transforms, row, raw, tokens, live, first, last):
         repetition = load_f32(transforms.repetition_at, transforms.repetition, row)
         frequency = load_f32(transforms.frequency_at, transforms.frequency, row)
         presence = load_f32(transforms.presence_at, transforms.presence, row)
-        pointer = _vector(transforms.counts_at, row, transforms.counts_stride)
+        counts_row = load_i64(transforms.counts_rows_at, row, row)
+        pointer = _vector(transforms.counts_at, counts_row, transforms.counts_stride)
         penalized = ()
         for i in tl.static_range(len(raw)):
             x = logits[i]
