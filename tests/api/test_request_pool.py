@@ -287,7 +287,7 @@ def test_a_released_slot_serves_another_request_without_the_old_one_s_parameters
     pool.admit(0, seed=2)
     out = sampler(states, slots=[0]).token_ids
     assert torch.equal(out, flashsampling.sample(states, head.weight, seed=torch.tensor([2], device=DEVICE)).token_ids)
-    with pytest.raises(ValueError, match="names must be of .*, got .top_kk."):
+    with pytest.raises(ValueError, match=r"names must be of .*, got 'top_kk'"):
         pool.reserve("top_kk")
 
 
