@@ -350,7 +350,8 @@ class RequestPool(nn.Module):
                 of_reals = isinstance(getattr(DEFAULT_PARAMS, name), float)
                 options[name] = column.view(torch.float32) if of_reals else column
         if self.counts is not None and self.takes(*PENALTIES):
-            options["token_counts"] = CountedSlots(*self.counts.read(self.max_requests), rows)
+            counts, seen = self.counts.read(self.max_requests)
+            options["token_counts"] = CountedSlots(counts, seen, rows)
         entries = self.max_bias_entries
         if matrices is not None and self.takes("logit_bias"):
             options["logit_bias"] = matrices[:, :entries], matrices[:, entries : 2 * entries].view(torch.float32)

@@ -24,7 +24,7 @@ class CountedSlots(NamedTuple):
     """The counts that a step of ``RequestPool`` reads: those of some rows of a larger matrix."""
 
     counts: Tensor  # (S, V) int32
-    seen: Tensor  # (S, 8 ceil(V / 128)) uint8
+    seen: Tensor | None  # (S, 8 ceil(V / 128)) uint8
     rows: Tensor  # (B,) int64: each row's row of both, in range
 
 

@@ -192,9 +192,10 @@ def test_the_kernel_reads_what_torch_reads(dtype, width):
         pytest.skip(BACKENDS["triton"].missing)
     from flashsampling.kernels.triton.request_pool import read_slots
 
-    slots = [4, 1, -1, 0, 6, 2**30, -7, 1, 2, 4, *[-1] * 600, 2, 5]
-    pool = make_pool(len(slots))
-    slots = torch.tensor(slots, dtype=dtype, device=DEVICE)
+    listed = [4, 1, -1, 0, 6, 2**30, -7, 1, 2, 4, *[-1] * 600, 2, 5]
+    pool = make_pool(len(listed))
+    assert pool.matrices is not None
+    slots = torch.tensor(listed, dtype=dtype, device=DEVICE)
     columns = {"all": pool.matrices.shape[1], "bias": 8, "none": 0}[width]
     inactive = ~pool._flags if width == "all" else -1
     offsets = pool.offsets.clone()
