@@ -408,6 +408,23 @@ def module(rank: Rank) -> None:
     for _ in range(3):
         expected = one(problem.hidden_states * 2, problem.temperature).token_ids
         assert torch.equal(step(problem.hidden_states, problem.temperature), expected)
+    with pytest.raises(ValueError, match="seed must be given with tp"):
+        sampler.pool.admit(0)
+    mask = torch.full((-(-600 // 32),), 0x5A5A5A5A, dtype=torch.int32, device="cpu")
+    for each in (sampler, one):
+        each.pool.admit([0, 4], seed=[7, 8], temperature=[0.7, 1.5], top_p=[0.9, 1.0], repetition_penalty=[1.0, 1.4])
+        each.pool.admit(2, seed=9, token_mask=mask, logit_bias=([[3, 599]], [[1.0, 2.0]]))
+    for slots in ([4, -1, 0, 2], [2, 4, -1, -1], [0, 2, 4, -1]):
+        states = problem.hidden_states[: len(slots)]
+        on_device = torch.tensor(slots, device=rank.device)
+        expected = one(states, slots=on_device).token_ids
+        assert torch.equal(sampler(states, slots=on_device).token_ids, expected)
+        assert torch.equal(sampler.offsets, one.offsets)
+        assert torch.equal(sampler.pool.counts.counts, one.pool.counts.counts)
+    drafts = torch.randint(0, 600, (2, 2), generator=torch.Generator().manual_seed(5)).to(rank.device)
+    slots = torch.tensor([4, 0], device=rank.device)
+    expected = one.verify(problem.hidden_states.view(2, 3, 64), drafts, slots=slots).token_ids
+    assert torch.equal(sampler.verify(problem.hidden_states.view(2, 3, 64), drafts, slots=slots).token_ids, expected)
     if rank.world != 2 or rank.device.type == "cpu":  # compiling takes each rank half a minute
         return
     torch._dynamo.reset()
