@@ -422,9 +422,9 @@ def module(rank: Rank) -> None:
         assert torch.equal(sampler.offsets, one.offsets)
         assert torch.equal(sampler.pool.counts.counts, one.pool.counts.counts)
     drafts = torch.randint(0, 600, (2, 2), generator=torch.Generator().manual_seed(5)).to(rank.device)
-    slots = torch.tensor([4, 0], device=rank.device)
-    expected = one.verify(problem.hidden_states.view(2, 3, 64), drafts, slots=slots).token_ids
-    assert torch.equal(sampler.verify(problem.hidden_states.view(2, 3, 64), drafts, slots=slots).token_ids, expected)
+    positions = problem.hidden_states.view(2, 3, 64)
+    expected = one.verify(positions, drafts, slots=[4, 0]).token_ids
+    assert torch.equal(sampler.verify(positions, drafts, slots=[4, 0]).token_ids, expected)
     if rank.world != 2 or rank.device.type == "cpu":  # compiling takes each rank half a minute
         return
     torch._dynamo.reset()

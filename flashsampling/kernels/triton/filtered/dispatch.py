@@ -128,7 +128,7 @@ def _address(tensor: Tensor | None) -> int:
 
 def head_transform(params: SamplingParams) -> HeadTransform:
     """Returns the LM head's transform as kernels take it."""
-    return HeadTransform(_address(params.bias), *map(float, head_numbers(params)))
+    return HeadTransform(_address(params.bias), *map(float, head_numbers(params)))  # type: ignore[call-arg]
 
 
 _NO_HEAD_TRANSFORM = head_transform(DEFAULT_PARAMS)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
+from ....sampling_params import HEAD_NUMBERS
 from ..jit import jit
 from .order import LOG2E, exp2
 
@@ -44,12 +45,10 @@ class Filters(NamedTuple):
     sigmas: float
 
 
-class HeadTransform(NamedTuple):
-    """The LM head's transform of a logit: bias, scale, soft cap."""
-
-    bias_at: int  # (V,) float32, or 0
-    logit_scale: float
-    soft_cap: float  # 0: none
+# The LM head's transform of a logit: the address of its bias (V,) float32, or 0; numbers
+HeadTransform = NamedTuple(  # type: ignore[misc]
+    "HeadTransform", [("bias_at", int), *((name, float) for name in HEAD_NUMBERS)]
+)
 
 
 class RequestTransforms(NamedTuple):
