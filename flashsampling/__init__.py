@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 from . import sources  # noqa: F401  first: it reads the sources before any other is imported
 from .outputs import SampleOutput
-from .request_pool import RequestPool
 from .sampler import LMHeadSampler
 from .sampling import sample, sample_from_logits
 from .speculative.verification import VerifyOutput, verify, verify_from_logits
@@ -21,7 +20,6 @@ from .warmup import warmup
 __version__ = "0.1.0"
 __all__ = [
     "LMHeadSampler",
-    "RequestPool",
     "SampleOutput",
     "TokenCounts",
     "VerifyOutput",

@@ -2,24 +2,24 @@
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from .backends import runs_small_kernels
-from .param_parsers import MAX_BIASED, BatchShape
-from .row_params import Integers, Reals, integer, integers, reals
+from .param_parsers import BatchShape
+from .row_params import Array, Integers, Reals, dimensions, integer, integers, reals
 from .sampling_params import DEFAULT_PARAMS, PENALTIES, ROW_FIELDS, SamplingParams, parse_sampling_params
 from .token_counts import CountedSlots, TokenCounts
 
-Slots: TypeAlias = Tensor | Sequence[int] | int
+Slots: TypeAlias = Tensor | Sequence[int] | Array
 _CPU = torch.device("cpu")
 _MATRICES = ("logit_bias", "token_mask")
 _BITS = {name: 1 << i for i, name in enumerate((*ROW_FIELDS, *_MATRICES))}  # flags of a request's parameters
-_PENALTIES = sum(_BITS[name] for name in PENALTIES)
 _FREE = -(2**31)  # the flag of a slot without a request
+_BIAS_ENTRIES = 300  # of a request, at most
 _OFF_BELOW_0 = ("top_k", "top_n_sigma")  # a value below 0 is as good as 0
 
 
@@ -27,8 +27,8 @@ class PoolBatch(NamedTuple):
     """The requests of a batch, as ``sample`` takes them."""
 
     rows: Tensor  # (B,) int64: each row's slot; 0 where it has no request
-    seed: Tensor  # (B,) int64
-    offset: Tensor  # (B,) int64
+    seed: Tensor  # (B,) int64; 0 where there is no request, as ranks compare it
+    offset: Tensor  # (B,) int64; likewise
     temperature: Tensor  # (B,) float32; NaN where there is no request, so that the row has no token
     options: dict[str, Any]  # sampling parameters by name
 
@@ -44,14 +44,16 @@ class RequestPool(nn.Module):
     out of range, free, or in an earlier row of the batch; where the host sees the slots these are errors instead.
 
     A step takes the parameters that any request of the pool has. A captured CUDA graph takes those of its capture: a
-    row whose request has others gets -1. ``params_in_use`` says which graph a batch needs; ``reserve`` names parameters
-    ahead of the requests that have them.
+    row whose request has others gets -1. ``params_in_use`` says which graph a batch needs. ``reserve`` names parameters
+    ahead of the requests that have them; without it ``torch.compile`` makes a graph for each set.
+
+    Row b of a call without ``slots`` has the seed and the offset of slot b, and no other parameter of its request.
 
     Args:
         max_requests: number of slots, at most 2**31 - 1.
         vocab_size: number of tokens.
         device: None is torch's default.
-        max_bias_entries: most entries of a request's ``logit_bias``, at most 1,024.
+        needs_seeds: whether ``admit`` must be given seeds, as ranks must: each would draw others.
 
     Attributes:
         seeds: (max_requests,) int64.
@@ -83,12 +85,12 @@ class RequestPool(nn.Module):
         vocab_size: int,
         device: torch.device | str | None = None,
         *,
-        max_bias_entries: int = 300,
+        needs_seeds: bool = False,
     ) -> None:
         super().__init__()
         self.max_requests = _size("max_requests", max_requests, 2**31 - 1)
         self.vocab_size = _size("vocab_size", vocab_size, 2**31 - 1)
-        self.max_bias_entries = _size("max_bias_entries", max_bias_entries, MAX_BIASED)
+        self.needs_seeds = needs_seeds
         with torch.inference_mode(False):  # an inference tensor could not be written outside
             words = torch.zeros((2 + len(ROW_FIELDS), self.max_requests), dtype=torch.int32, device=device)
             words[0] = _FREE
@@ -98,9 +100,9 @@ class RequestPool(nn.Module):
         self.register_buffer("words", words, persistent=False)
         self.register_buffer("matrices", None, persistent=False)
         self.counts: TokenCounts | None = None
-        self.needs_seeds = False  # ranks would draw others
         self._live: dict[int, int] = {}  # flags by slot
         self._reserved = self._flags = 0
+        self._is_compiled = False
 
     @property
     def live(self) -> list[int]:
@@ -126,12 +128,12 @@ class RequestPool(nn.Module):
         if unknown:
             raise ValueError(f"names must be of {', '.join(_BITS)}, got {unknown[0]!r}")
         self._reserved |= sum({_BITS[name] for name in names})
-        self._make_tables(self._reserved)
+        self._make_tables(names)
         self._update({})
 
     def admit(
         self,
-        slots: Slots,
+        slots: Slots | int,
         *,
         seed: Integers | None = None,
         offset: Integers = 0,
@@ -157,8 +159,9 @@ class RequestPool(nn.Module):
             offset: number of tokens that the requests have drawn: one number, or k.
             temperature, repetition_penalty, ..., top_n_sigma: as in ``flashsampling.sample``: one number, or k, on the
                 CPU.
-            prompt_token_ids: as in ``TokenCounts.reset``: the tokens that the repetition penalty counts as prompt.
-            logit_bias: ids and values, (k, n) each on the CPU, or (n,) for all; -1 is no entry.
+            prompt_token_ids: as in ``TokenCounts.reset``: the tokens that the repetition penalty counts as prompt. Only
+                read if a request of the pool has a penalty.
+            logit_bias: ids and values, (k, n) each on the CPU, or (n,) for all, n up to 300; -1 is no entry.
             token_mask: (k, ceil(V / 32)) int32 on the CPU, or one row for all.
 
         Raises:
@@ -180,24 +183,25 @@ class RequestPool(nn.Module):
         seeds = self._parse_seeds(seed, count)
         offsets = _column(integers("offset", offset, count, _CPU), count, torch.int64)
         temperatures = _column(reals("temperature", temperature, count, _CPU), count, torch.float32)
-        no_counts = torch.empty((1, self.vocab_size), dtype=torch.int32).expand(count, -1)
+        no_counts = torch.empty((1, self.vocab_size), dtype=torch.int32, device=_CPU).expand(count, -1)
         shape = BatchShape(count, self.vocab_size, self.vocab_size, _CPU, 1)
-        params = parse_sampling_params({**options, "token_counts": no_counts}, shape, self.admit)
+        params = parse_sampling_params({**options, "token_counts": no_counts}, shape)
         words, matrices = self._pack(params, temperatures)
         flags = words[0].tolist()
-        self._make_tables(functools.reduce(operator.or_, flags, 0))
-        device = self.words.device
-        index = torch.tensor(places, device=device)
+        self._make_tables([name for name, bit in _BITS.items() if any(bit & flag for flag in flags)])
+        index, longs, columns = self._upload(
+            torch.tensor(places, dtype=torch.int64, device=_CPU), torch.stack([seeds, offsets]), words
+        )
         with torch.inference_mode(False):
             if self.counts is not None:
                 self.counts.reset(index, prompt_token_ids)
             if self.matrices is not None:
-                self.matrices[index] = matrices.to(device)
-            self.seeds[index], self.offsets[index] = seeds.to(device), offsets.to(device)
-            self.words[:, index] = words.to(device)
+                (self.matrices[index],) = self._upload(matrices)
+            self.seeds[index], self.offsets[index] = longs
+            self.words[:, index] = columns
         self._update(dict(zip(places, flags)))
 
-    def release(self, slots: Slots) -> None:
+    def release(self, slots: Slots | int) -> None:
         """Ends the requests of some slots.
 
         Raises:
@@ -205,7 +209,8 @@ class RequestPool(nn.Module):
         """
         places = self._parse_slots(slots)
         self._require_live(places)
-        self.words[0, torch.tensor(places, device=self.words.device)] = _FREE
+        (index,) = self._upload(torch.tensor(places, dtype=torch.int64, device=_CPU))
+        self.words[0, index] = _FREE
         for slot in places:
             del self._live[slot]
         self._update({})
@@ -221,9 +226,10 @@ class RequestPool(nn.Module):
             TypeError, ValueError: ``slots`` does not fit, or the host sees one that holds no request, or twice.
         """
         slots = self._check_slots(slots)
+        counts = self.counts.read(self.max_requests) if self.counts is not None and self.takes(*PENALTIES) else None
         width = 0  # of ``matrices``
         if self.matrices is not None and self.takes(*_MATRICES):
-            width = self.matrices.shape[1] if self.takes("token_mask") else 2 * self.max_bias_entries
+            width = self.matrices.shape[1] if self.takes("token_mask") else 2 * _BIAS_ENTRIES
         if slots.shape[0] > 0 and runs_small_kernels(slots):
             from .kernels.triton.request_pool import read_slots
 
@@ -237,10 +243,13 @@ class RequestPool(nn.Module):
             words = self.words.index_select(1, rows)
             there = there & (words[0] & ~self._flags == 0)
             words[1] = torch.where(there, words[1].view(torch.float32), torch.nan).view(torch.int32)
-            seeds, offsets = self.seeds.index_select(0, rows), self.offsets.index_select(0, rows)
-            self.offsets.index_add_(0, rows, there.long() * advance)
+            seeds, offsets = (torch.where(there, x.index_select(0, rows), 0) for x in (self.seeds, self.offsets))
             matrices = None if self.matrices is None else self.matrices[:, :width].index_select(0, rows)
-        return PoolBatch(rows, seeds, offsets, words[1].view(torch.float32), self._options(rows, words, matrices))
+            self.offsets.index_add_(0, rows, there.long() * advance)
+        options = self._options(words, matrices)
+        if counts is not None:
+            options["token_counts"] = CountedSlots(*counts, rows)
+        return PoolBatch(rows, seeds, offsets, words[1].view(torch.float32), options)
 
     def finish(self, batch: PoolBatch, token_ids: Tensor, advance: Tensor | None = None) -> None:
         """Counts the tokens (B,) or (B, n) of a batch where a request has a penalty; -1 is none. Advances its offsets
@@ -256,12 +265,11 @@ class RequestPool(nn.Module):
         self._live.update(admitted)
         self._flags = functools.reduce(operator.or_, self._live.values(), self._reserved)
 
-    def _parse_slots(self, slots: Slots) -> list[int]:
+    def _parse_slots(self, slots: Slots | int) -> list[int]:
         """Returns slots that the host knows, each once and in range."""
         if isinstance(slots, Tensor) and slots.device.type != "cpu":
             raise TypeError(f"slots must be known to the host here, got a tensor on {slots.device}")
-        listed: Any = slots.tolist() if isinstance(slots, Tensor) else slots
-        places = [integer("slots", slot) for slot in (listed if isinstance(listed, Sequence) else [listed])]
+        places = _listed(slots) if dimensions(slots) else [integer("slots", slots)]  # type: ignore[arg-type]
         for slot in places:
             if not 0 <= slot < self.max_requests:
                 raise ValueError(f"slots must be from 0 to max_requests - 1 = {self.max_requests - 1}, got {slot}")
@@ -277,16 +285,15 @@ class RequestPool(nn.Module):
     def _check_slots(self, slots: Slots) -> Tensor:
         """Returns (B,) int32 or int64 on the device. Slots that the host sees are checked."""
         device = self.words.device
-        if not isinstance(slots, Tensor):
-            slots = torch.tensor(slots, dtype=torch.int64, device=_CPU)
-        if slots.dtype not in (torch.int32, torch.int64):
+        if isinstance(slots, Tensor) and slots.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"slots must be int32 or int64, got {slots.dtype}")
+        if not isinstance(slots, Tensor) or (slots.device.type == "cpu" and not torch.compiler.is_compiling()):
+            slots = torch.tensor(_listed(slots), dtype=torch.int64, device=_CPU)
+            self._require_live(self._parse_slots([slot for slot in slots.tolist() if slot != -1]))
+            (slots,) = self._upload(slots)
         if slots.ndim != 1 or slots.shape[0] > self.max_requests:
             wanted = f"(B,), B up to max_requests = {self.max_requests}"
             raise ValueError(f"slots must have shape {wanted}, got shape {tuple(slots.shape)}")
-        if slots.device.type == "cpu" and not torch.compiler.is_compiling():
-            self._require_live(self._parse_slots([slot for slot in slots.tolist() if slot != -1]))
-            slots = slots.to(device)
         if slots.device != device:
             raise ValueError(f"slots must be on the device of the pool, {device}, got {slots.device}")
         return slots.contiguous()
@@ -296,17 +303,22 @@ class RequestPool(nn.Module):
             if self.needs_seeds:
                 raise ValueError("seed must be given with tp: all ranks need the same")
             return torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, device=_CPU)
-        seeds = integers("seed", seed, count, _CPU)
-        if not isinstance(seeds, Tensor) and count != 1:  # one seed for several requests would give them the same noise
-            raise ValueError(f"seed must be one per slot, {count} of them, got one number")
-        return _column(seeds, count, torch.int64)
+        given = len(seed) if dimensions(seed) else 1  # type: ignore[arg-type]
+        if given != count:  # one seed for several requests would give them the same noise
+            raise ValueError(f"seed must be one per slot, {count} of them, got {given}")
+        return _column(integers("seed", seed, count, _CPU), count, torch.int64)
+
+    def _upload(self, *tensors: Tensor) -> list[Tensor]:
+        """Returns tensors of the CPU on the device. The host does not wait for the device's work."""
+        device = self.words.device
+        return [(x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True) for x in tensors]
 
     # -- tables
 
     def _pack(self, params: SamplingParams, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         """Returns columns of ``words`` and rows of ``matrices``, on the CPU."""
         count = len(temperatures)
-        flags = torch.zeros(count, dtype=torch.int32)
+        flags = torch.zeros(count, dtype=torch.int32, device=_CPU)
         words = [flags, temperatures.view(torch.int32)]
         for name in ROW_FIELDS:
             default = getattr(DEFAULT_PARAMS, name)
@@ -318,12 +330,12 @@ class RequestPool(nn.Module):
                 column = torch.where(column < self.vocab_size, column, 0)
             flags += torch.where(column != default, _BITS[name], 0).to(torch.int32)
             words.append(column.view(torch.int32) if of_reals else column.to(torch.int32))
-        entries = self.max_bias_entries
-        matrices = torch.full((count, 2 * entries + -(-self.vocab_size // 32)), -1, dtype=torch.int32)
+        entries = _BIAS_ENTRIES
+        matrices = torch.full((count, self._width), -1, dtype=torch.int32, device=_CPU)
         if params.bias_ids is not None and params.bias_values is not None:
             most = params.bias_ids.shape[1]
             if most > entries:
-                raise ValueError(f"logit_bias must have at most max_bias_entries = {entries} entries, got {most}")
+                raise ValueError(f"logit_bias must have at most {entries} entries per request, got {most}")
             flags += _BITS["logit_bias"]
             matrices[:, :most] = params.bias_ids
             matrices[:, entries : entries + most] = params.bias_values.view(torch.int32)
@@ -332,32 +344,51 @@ class RequestPool(nn.Module):
             matrices[:, 2 * entries :] = params.token_mask[:, : matrices.shape[1] - 2 * entries]
         return torch.stack(words), matrices
 
-    def _make_tables(self, flags: int) -> None:
-        """Makes the tables of the parameters that ``flags`` names, if there are none."""
+    @property
+    def _width(self) -> int:
+        return 2 * _BIAS_ENTRIES + -(-self.vocab_size // 32)
+
+    def _make_tables(self, names: Sequence[str]) -> None:
+        """Makes the tables of some parameters, and compiles the kernel that reads slots, if that was not done."""
         device = self.words.device
         with torch.inference_mode(False):
-            if self.counts is None and flags & _PENALTIES:
+            if self.counts is None and set(PENALTIES) & set(names):
                 self.counts = TokenCounts(self.max_requests, self.vocab_size, device)
-            if self.matrices is None and flags & sum(_BITS[name] for name in _MATRICES):
-                shape = self.max_requests, 2 * self.max_bias_entries + -(-self.vocab_size // 32)
+            if self.matrices is None and set(_MATRICES) & set(names):
+                shape = self.max_requests, self._width
                 self.matrices = torch.full(shape, -1, dtype=torch.int32, device=device)
+        if not self._is_compiled:
+            self._is_compiled = True
+            for dtype in (torch.int32, torch.int64):
+                self.read(torch.full((1,), -1, dtype=dtype, device=device), 0)
 
-    def _options(self, rows: Tensor, words: Tensor, matrices: Tensor | None) -> dict[str, Any]:
+    def _options(self, words: Tensor, matrices: Tensor | None) -> dict[str, Any]:
         """Returns the parameters that the step takes, of columns of ``words`` and rows of ``matrices``."""
         options: dict[str, Any] = {}
         for name, column in zip(ROW_FIELDS, words[2:].unbind()) if self._flags else ():
             if self.takes(name):
                 of_reals = isinstance(getattr(DEFAULT_PARAMS, name), float)
                 options[name] = column.view(torch.float32) if of_reals else column
-        if self.counts is not None and self.takes(*PENALTIES):
-            counts, seen = self.counts.read(self.max_requests)
-            options["token_counts"] = CountedSlots(counts, seen, rows)
-        entries = self.max_bias_entries
+        entries = _BIAS_ENTRIES
         if matrices is not None and self.takes("logit_bias"):
             options["logit_bias"] = matrices[:, :entries], matrices[:, entries : 2 * entries].view(torch.float32)
         if matrices is not None and self.takes("token_mask"):
             options["token_mask"] = matrices[:, 2 * entries :]
         return options
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RequestPool":
+        super()._apply(fn, recurse)
+        if self.counts is not None:
+            self.counts.apply(fn)
+        return self
+
+
+def _listed(slots: Any) -> list[int]:
+    """Returns the integers of a tensor, an array or a sequence."""
+    listed = slots.tolist() if hasattr(slots, "tolist") else slots
+    if not isinstance(listed, Sequence) or isinstance(listed, (str, bytes)):
+        raise TypeError(f"slots must be integers, one per row, got {type(slots).__name__}")
+    return [integer("slots", slot) for slot in listed]
 
 
 def _size(name: str, value: int, most: int) -> int:

@@ -130,8 +130,7 @@ class LMHeadSampler(nn.Module):
                 rows.clone() if isinstance(rows, Tensor) else rows
             )  # not None, because it was given
             tokens = (self.vocab_size or len(self.weight)) if self.tp is None else self.tp.vocab_size
-            self.pool = RequestPool(self.max_batch_size, tokens, device)
-            self.pool.needs_seeds = self.tp is not None
+            self.pool = RequestPool(self.max_batch_size, tokens, device, needs_seeds=self.tp is not None)
             self.pool.seeds.copy_(new.seeds)
 
     def _adopt(self, lm_head: nn.Linear | Tensor, max_batch_size: SupportsIndex) -> int:
@@ -389,26 +388,35 @@ class LMHeadSampler(nn.Module):
     ) -> SampleOutput:
         if num_samples != 1 and self.pool.takes(*PENALTIES):
             raise ValueError(f"num_samples must be 1 with penalties, which count one token per row, got {num_samples}")
-        batch = self._read_slots(slots, temperature, hidden_states.shape[0], 1)
+        batch = self._read_slots(slots, temperature, hidden_states.shape[0], 1, options)
         try:
             out = draw(
                 hidden_states, self.weight, batch.temperature, batch.seed, batch.offset, num_samples, self.vocab_size,
-                self.impl, self.tp, {**batch.options, **options},
+                self.impl, self.tp, batch.options,
             )  # fmt: skip
+            self.pool.finish(batch, out.token_ids)
         except BaseException:
             self.pool.read(slots, -1)
             raise
-        self.pool.finish(batch, out.token_ids)
         return out
 
-    def _read_slots(self, slots: Slots, temperature: Reals | None, batch: int, advance: int) -> PoolBatch:
-        """Reads a batch of ``pool``."""
+    def _read_slots(
+        self, slots: Slots, temperature: Reals | None, batch: int | None, advance: int, options: Mapping[str, Any]
+    ) -> PoolBatch:
+        """Reads a batch of ``pool``, with the ``options`` of the call. ``batch``: the number of rows, if known."""
         if temperature is not None:
             raise ValueError("temperature must be None with slots: every request has one, from pool.admit")
-        count = len(slots) if isinstance(slots, (Tensor, Sequence)) else 1
-        if count != batch:
+        given = {name: value for name, value in options.items() if value is not None}
+        penalties = [name for name in PENALTIES if name in given]
+        if penalties and "token_counts" not in given:
+            raise ValueError(f"{penalties[0]} must be given to pool.admit, which counts tokens, or with token_counts")
+        count = slots.shape[0] if isinstance(slots, Tensor) and slots.ndim else None  # a symbol in ``torch.export``
+        if isinstance(slots, Sequence):
+            count = len(slots)
+        if None not in (count, batch) and count != batch:
             raise ValueError(f"slots must be one for each of {batch} rows, got {count}")
-        return self.pool.read(slots, advance)
+        read = self.pool.read(slots, advance)
+        return read._replace(options={**read.options, **given})
 
     def _default_temperature(self, batch: int) -> Reals:
         temperature = self.temperature
@@ -457,8 +465,8 @@ class LMHeadSampler(nn.Module):
             options = self._with_head_options(options)
             rows = self.seeds[:batch], self.offsets[:batch]
             if slots is not None:
-                read = self._read_slots(slots, temperature, batch, 0)
-                temperature, rows, options = read.temperature, (read.seed, read.offset), {**read.options, **options}
+                read = self._read_slots(slots, temperature, batch if several else None, 0, options)
+                temperature, rows, options = read.temperature, (read.seed, read.offset), read.options
             elif temperature is None:
                 temperature = self._default_temperature(batch)
             out = verify(

@@ -1,7 +1,7 @@
 """``TokenCounts``: which tokens a request has seen and how often, on the device."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -210,6 +210,10 @@ class TokenCounts:
         else:
             self._seen = seen
         self._note_writes()
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replaces the tensors by ``fn`` of them, such as a move to another device."""
+        self._known, self._counts, self._seen = None, fn(self._counts), fn(self._seen)
 
     def _counts_by_kernel(self, ids: Tensor) -> bool:
         """Returns whether one launch can count."""

@@ -4,13 +4,15 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 import flashsampling
-from flashsampling import LMHeadSampler, RequestPool, TokenCounts
+from flashsampling import LMHeadSampler, TokenCounts
 from flashsampling.backends import BACKENDS
+from flashsampling.request_pool import RequestPool
 from tests.conftest import DEVICE
 from tests.problems import require
 
@@ -176,9 +178,9 @@ def test_a_server_of_many_steps_draws_what_requests_draw_alone(seed):
 
 
 def make_pool(slots: int = 6) -> RequestPool:
-    """A pool whose slots 1, 2 and 4 hold requests, 4 with a top-p, a bias and a mask."""
-    pool = RequestPool(slots, VOCAB, DEVICE, max_bias_entries=4)
-    pool.admit([1, 2], seed=[5, -6], offset=[3, 2**40], temperature=[0.5, 0.0])
+    """A pool whose slots 0, 1, 2 and 4 hold requests, 4 with a top-p, a bias and a mask."""
+    pool = RequestPool(slots, VOCAB, DEVICE)
+    pool.admit([1, 2, 0], seed=[5, -6, 9], offset=[3, 2**40, 8], temperature=[0.5, 0.0, 1.0])
     mask = torch.full((-(-VOCAB // 32),), 0x5555, dtype=torch.int32, device="cpu")
     pool.admit(4, seed=2**63, top_p=0.5, logit_bias=([[1, 2]], [[0.5, -1.0]]), token_mask=mask)
     return pool
@@ -192,22 +194,23 @@ def test_the_kernel_reads_what_torch_reads(dtype, width):
         pytest.skip(BACKENDS["triton"].missing)
     from flashsampling.kernels.triton.request_pool import read_slots
 
-    listed = [4, 1, -1, 0, 6, 2**30, -7, 1, 2, 4, *[-1] * 600, 2, 5]
+    listed = [4, 1, -1, 3, 6, 2**30, -7, 1, 2, 4, *[-1] * 600, 2, 5, 0, -1]
     pool = make_pool(len(listed))
     assert pool.matrices is not None
     slots = torch.tensor(listed, dtype=dtype, device=DEVICE)
-    columns = {"all": pool.matrices.shape[1], "bias": 8, "none": 0}[width]
+    columns = {"all": pool.matrices.shape[1], "bias": 600, "none": 0}[width]
     inactive = ~pool._flags if width == "all" else -1
     offsets = pool.offsets.clone()
     rows, seeds, befores, words, matrices = read_slots(
         slots, pool.seeds, offsets, pool.words, pool.matrices, columns, inactive, 7
     )
     there = torch.zeros(len(slots), dtype=torch.bool, device=DEVICE)
-    there[[0, 1, 8] if width == "all" else [1, 8]] = True
+    there[[1, 8, -2, *([0] if width == "all" else [])]] = True
     assert torch.equal(~words[1].view(torch.float32).isnan(), there)
-    assert (offsets - pool.offsets).tolist()[:6] == [0, 7, 7, 0, 7 if width == "all" else 0, 0]
-    assert torch.equal(seeds, pool.seeds[rows])
-    assert torch.equal(befores, pool.offsets[rows])
+    assert (offsets - pool.offsets).tolist()[:6] == [7, 7, 7, 0, 7 if width == "all" else 0, 0]
+    # a row without a request reads nothing that another row advances: ranks compare the values
+    assert torch.equal(seeds, torch.where(there, pool.seeds[rows], 0))
+    assert torch.equal(befores, torch.where(there, pool.offsets[rows], 0))
     assert torch.equal(words[2:], pool.words[2:, rows])
     assert torch.equal(words[1, there], pool.words[1, rows[there]])
     assert torch.equal(rows[there], slots[there].long())
@@ -231,11 +234,17 @@ def test_slots_that_only_the_device_sees_have_no_token_and_harm_nobody():
 @pytest.mark.parametrize(
     ("slots", "error", "message"),
     [
-        ([0], ValueError, "slot 0 holds no request"),
+        ([3], ValueError, "slot 3 holds no request"),
         ([1, 2, 1], ValueError, "slots must differ"),
         ([6], ValueError, "slots must be from 0 to max_requests - 1 = 5, got 6"),
-        ([1] * 7, ValueError, "B up to max_requests = 6"),
-        ([[1]], ValueError, r"slots must have shape \(B,\)"),
+        ([-1] * 7, ValueError, "B up to max_requests = 6"),
+        ([[1]], TypeError, "slots must be an int, got list"),
+        ([1.0], TypeError, "slots must be an int, got float"),
+        ([True], TypeError, "slots must be an int, got bool"),
+        ("12", TypeError, "slots must be integers, one per row, got str"),
+        (1, TypeError, "slots must be integers, one per row, got int"),
+        (numpy.array([1, 1]), ValueError, "slots must differ"),
+        (torch.tensor(1, device="cpu"), TypeError, "slots must be integers, one per row, got Tensor"),
         (torch.tensor([1.0], device="cpu"), TypeError, "slots must be int32 or int64, got torch.float32"),
         (torch.tensor([True], device="cpu"), TypeError, "slots must be int32 or int64, got torch.bool"),
     ],
@@ -252,16 +261,18 @@ def test_slots_that_the_host_sees_are_checked(slots, error, message):
     ("slots", "options", "error", "message"),
     [
         (1, {}, ValueError, "slot 1 holds a request; release it first"),
-        ([0, 0], {}, ValueError, "slots must differ"),
+        ([3, 3], {}, ValueError, "slots must differ"),
         (-1, {}, ValueError, "slots must be from 0"),
         (0.5, {}, TypeError, "slots must be an int"),
-        ([0, 3], {"seed": 1}, ValueError, "seed must be one per slot, 2 of them"),
-        ([0, 3], {"top_p": [0.5, 0.6, 0.7]}, ValueError, "top_p must be a number or have shape"),
-        (0, {"top_p": 1.5}, ValueError, "top_p must be from 0 to 1"),
-        (0, {"temperature": -1.0}, ValueError, "temperature must be at least 0"),
-        (0, {"logit_bias": torch.zeros(VOCAB)}, TypeError, "logit_bias must be a pair"),
-        (0, {"logit_bias": ([range(5)], [[0.0] * 5])}, ValueError, "at most max_bias_entries = 4 entries, got 5"),
-        (0, {"token_mask": torch.zeros(2, dtype=torch.int32, device="cpu")}, ValueError, "token_mask must have shape"),
+        ([5, 3], {"seed": 1}, ValueError, "seed must be one per slot, 2 of them"),
+        ([5, 3], {"top_p": [0.5, 0.6, 0.7]}, ValueError, "top_p must be a number or have shape"),
+        (3, {"top_p": 1.5}, ValueError, "top_p must be from 0 to 1"),
+        (3, {"temperature": -1.0}, ValueError, "temperature must be at least 0"),
+        (3, {"logit_bias": torch.zeros(VOCAB)}, TypeError, "logit_bias must be a pair"),
+        (3, {"logit_bias": ([range(301)], [[0.0] * 301])}, ValueError, "at most 300 entries per request, got 301"),
+        ([5, 3], {"seed": torch.tensor([5])}, ValueError, "seed must be one per slot, 2 of them, got 1"),
+        (["a"], {}, TypeError, "slots must be an int, got str"),
+        (3, {"token_mask": torch.zeros(2, dtype=torch.int32, device="cpu")}, ValueError, "token_mask must have shape"),
     ],
 )
 def test_admission_is_checked(slots, options, error, message):
@@ -270,7 +281,7 @@ def test_admission_is_checked(slots, options, error, message):
     with pytest.raises(error, match=message):
         pool.admit(slots, **options)
     assert all(map(torch.equal, pool.buffers(), before))
-    assert pool.live == [1, 2, 4]
+    assert pool.live == [1, 2, 0, 4]
 
 
 def test_a_released_slot_serves_another_request_without_the_old_one_s_parameters():
@@ -302,11 +313,73 @@ def test_a_call_that_raises_draws_nothing():
         (good, {"temperature": 1.0}, "temperature must be None with slots"),
         (good, {"num_samples": 2}, "num_samples must be 1 with penalties"),
         (good, {"top_p": 2.0}, "top_p must be from 0 to 1"),
+        (good, {"repetition_penalty": 2.0}, "repetition_penalty must be given to pool.admit"),
     ):
         with pytest.raises(ValueError, match=message):
             sampler(states, slots=[0, 1], **options)
         assert sampler.offsets.tolist() == [0, 0]
     assert int(sampler.pool.counts.counts.sum()) == 0
+
+
+def test_nothing_advances_if_the_tokens_cannot_be_counted(monkeypatch):
+    sampler = LMHeadSampler(make_head(), max_batch_size=2)
+    sampler.pool.admit([0, 1], presence_penalty=1.0)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    for name in ("read", "add_to_rows"):
+        with monkeypatch.context() as patch:
+            patch.setattr(TokenCounts, name, fails)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                sampler(torch.zeros(2, DIM, device=DEVICE), slots=[0, 1])
+        assert sampler.offsets.tolist() == [0, 0]
+
+
+def test_a_call_s_parameters_replace_those_of_its_requests():
+    head = make_head()
+    sampler = LMHeadSampler(head, max_batch_size=1)
+    sampler.pool.admit(0, temperature=2.0, seed=3, top_k=1)
+    states = torch.randn(1, DIM, device=DEVICE)
+    first = (states @ head.weight.T).argmax(1)
+    assert torch.equal(sampler(states, slots=[0], top_k=None).token_ids, first)
+    others = [int(sampler(states, slots=[0], top_k=0).token_ids) for _ in range(8)]
+    assert set(others) - {int(first)}
+
+
+def test_a_default_device_an_empty_admission_and_a_move():
+    pool = make_pool()
+    with torch.device("meta"):
+        pool.admit(3, seed=1, frequency_penalty=1.0)
+    pool.release(3)
+    pool.admit([])
+    pool.release([])
+    pool.to("meta")
+    assert pool.counts is not None
+    assert {x.device.type for x in (*pool.buffers(), pool.counts.counts)} == {"meta"}
+
+
+def test_exports_with_any_batch():
+    sampler, eager = (LMHeadSampler(make_head(), max_batch_size=8) for _ in range(2))
+    eager._owner = sampler._owner
+    for each in (sampler, eager):
+        each.pool.admit([0, 1, 2, 3], seed=[1, 2, 3, 4], top_p=0.7)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sampler = sampler
+
+        def forward(self, states: Tensor, slots: Tensor) -> Tensor:
+            return self.sampler(states, slots=slots).token_ids
+
+    batch = torch.export.Dim("batch", min=2, max=8)
+    arguments = torch.zeros(3, DIM, device=DEVICE), torch.tensor([0, 1, 2], device=DEVICE)
+    exported = torch.export.export(Model(), arguments, dynamic_shapes=({0: batch}, {0: batch})).module()
+    for slots in ([3, 1], [0, -1, 2, 1]):
+        states = torch.randn(len(slots), DIM, device=DEVICE)
+        out = exported(states, torch.tensor(slots, device=DEVICE))
+        assert torch.equal(out, eager(states, slots=slots).token_ids)
 
 
 def test_rows_and_slots_share_seeds_and_offsets():

@@ -61,8 +61,9 @@ def read_slots_kernel(
     offset = tl.load(offsets)
     tl.store(offsets, offset + tables.advance, mask=there & (tables.advance != 0))
     tl.store(longs, slot)
-    tl.store(longs + batch, tl.load(_at(tables.seeds_at, tl.int64) + slot))
-    tl.store(longs + 2 * batch, offset)
+    # nothing of slot 0, whose own row may advance it now: ranks compare seeds and offsets
+    tl.store(longs + batch, tl.where(there, tl.load(_at(tables.seeds_at, tl.int64) + slot), 0))
+    tl.store(longs + 2 * batch, tl.where(there, offset, 0))
     number = tl.arange(0, ROOM)
     value = tl.load(words + number * num_slots + slot, mask=number < WORDS)
     value = tl.where((number == 1) & (there == 0), 0x7FC00000, value)
