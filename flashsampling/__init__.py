@@ -13,6 +13,7 @@ from . import sources  # noqa: F401  first: it reads the sources before any othe
 from .outputs import SampleOutput
 from .sampler import LMHeadSampler
 from .sampling import sample, sample_from_logits
+from .scoring import ScoreOutput, score
 from .speculative.verification import VerifyOutput, verify, verify_from_logits
 from .token_counts import TokenCounts
 from .warmup import warmup
@@ -21,11 +22,13 @@ __version__ = "0.1.0"
 __all__ = [
     "LMHeadSampler",
     "SampleOutput",
+    "ScoreOutput",
     "TokenCounts",
     "VerifyOutput",
     "__version__",
     "sample",
     "sample_from_logits",
+    "score",
     "verify",
     "verify_from_logits",
     "warmup",

@@ -104,7 +104,8 @@ class OutputLayout(NamedTuple):
 
 def layout(batch: int, num_samples: int, params: SamplingParams) -> OutputLayout:
     """Returns the layout of what a step of ``batch`` rows returns."""
-    draws = num_samples if params.logprobs else 0
+    draws = num_samples if params.scored_ids is None else params.scored_ids.shape[1]
+    draws = draws if params.logprobs else 0
     given = 0 if params.logprob_ids is None else params.logprob_ids.shape[1]
     ids = [
         ("token_ids", num_samples, True),

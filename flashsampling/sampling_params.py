@@ -121,6 +121,11 @@ class SamplingParams(NamedTuple):
         Param("Tensor?", None, "token_counts", is_rank_local=True),
     ] = None
 
+    scored_ids: Annotated[
+        Tensor | None,  # (B, m) int64: with ``logprobs`` the outputs are of these, not of drawn tokens; -1: of none
+        Param("Tensor?", None, "return_logprobs", per_row=True),
+    ] = None
+
     def names(self) -> list[str]:
         """Returns the fields that differ from their defaults, hints apart."""
         return [

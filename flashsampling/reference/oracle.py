@@ -143,6 +143,7 @@ def outputs(
 ) -> dict[str, Tensor]:
     """Returns all outputs by the names of ``SampleOutput``, (B, columns)."""
     params, parts = step.params, {"token_ids": token_ids}
+    token_ids = token_ids if params.scored_ids is None else params.scored_ids
     if params.logprobs or params.top_logprobs or params.logprob_ids is not None:
         raw_logprobs = logit_transforms.logprobs(logits.raw)
     if params.logprobs:

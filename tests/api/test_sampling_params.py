@@ -173,7 +173,9 @@ def test_what_asks_for_nothing_is_nothing():
         assert asked_by(**request) is DEFAULT_PARAMS, request
     assert asked_by(top_k=torch.zeros(3, dtype=torch.int32)).names() == ["top_k"]  # what a tensor holds is not read
     assert asked_by(**ALL | {"bias": torch.zeros(72)}).names() == [
-        name for name in SamplingParams._fields if name not in ("stream", "dense_bias", "seen", "counts_rows")
+        name
+        for name in SamplingParams._fields
+        if name not in ("stream", "dense_bias", "seen", "counts_rows", "scored_ids")
     ]
     assert asked_by(logit_bias=torch.zeros(70)).names() == ["dense_bias"]
 

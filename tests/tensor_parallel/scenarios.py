@@ -393,6 +393,29 @@ def two_at_once(rank: Rank) -> None:
             assert torch.equal(outs[i][step], expected[i][step]), (i, step)
 
 
+def scored(rank: Rank, problem: Any, tp: Any, shard: Tensor) -> None:
+    """``score``: bits of one rank's numbers; gradients, which are sums over the ranks."""
+    ids = torch.randint(-1, 600, (6, 2), generator=torch.Generator().manual_seed(6)).to(rank.device)
+    first, last = tp.first_token, tp.first_token + len(shard)
+    found, expected = [], []
+    for weight, group, out in ((shard, tp, found), (problem.weight, None, expected)):
+        states, weight = (x.detach().clone().requires_grad_() for x in (problem.hidden_states, weight))
+        options: dict[str, Any] = {"top_k": 9, "top_logprobs": 2, "tp": group, "return_entropy": True}
+        numbers = flashsampling.score(states, weight, ids, impl=None if group else rank.impl, **options)
+        assert numbers.entropy is not None
+        loss = (torch.where(numbers.ranks < 0, 0.0, numbers.logprobs).sum(1) + 2 * numbers.logsumexp).sum()
+        out += [*vars(numbers).values(), *torch.autograd.grad(loss + numbers.entropy.sum(), (states, weight))]
+    *numbers, of_states, of_shard = found
+    *right, of_states_then, of_weight = expected
+    interpreted = rank.impl == "triton" and rank.device.type == "cpu"  # numpy's products depend on the shard's shape
+    for mine, other, name in zip(numbers, right, flashsampling.ScoreOutput.__dataclass_fields__):
+        error = 1e-4 if interpreted or name == "entropy" else 0.0
+        torch.testing.assert_close(mine, other, atol=error, rtol=error, equal_nan=True)
+    close = {"atol": 1e-2, "rtol": 1e-2} if of_states.dtype != torch.float32 else {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close(of_states, of_states_then, **close)
+    torch.testing.assert_close(of_shard, of_weight[first:last], **close)
+
+
 def module(rank: Rank) -> None:
     """LMHeadSampler: seeds are the first rank's, offsets advance, and a compiled step is the same step (on a CPU
     ``test_operator.py`` has that, in one process)."""
@@ -425,6 +448,7 @@ def module(rank: Rank) -> None:
     positions = problem.hidden_states.view(2, 3, 64)
     expected = one.verify(positions, drafts, slots=[4, 0]).token_ids
     assert torch.equal(sampler.verify(positions, drafts, slots=[4, 0]).token_ids, expected)
+    scored(rank, problem, tp, shard)
     if rank.world != 2 or rank.device.type == "cpu":  # compiling takes each rank half a minute
         return
     torch._dynamo.reset()

@@ -313,6 +313,7 @@ def _launch_rows(launches: _Launches, records: Records | None) -> SampleResult:
     places = layout(batch, num_samples, params)
     ids = torch.empty(places.num_ids, dtype=torch.int64, device=device)
     values = torch.empty(places.num_values, dtype=torch.float32, device=device) if wants_raw else None
+    scored = params.scored_ids if params.scored_ids is None else params.scored_ids.contiguous()
     if records is None and params.logprobs:
         records = empty_records(batch, device)
     limits_at, masses_at = (0, 0) if records is None else (_address(records.limits), _address(records.masses))
@@ -342,10 +343,12 @@ def _launch_rows(launches: _Launches, records: Records | None) -> SampleResult:
         address(values, "logprobs"), address(values, "processed_logprobs"), address(ids, "ranks"),
         address(ids, "top_token_ids"), address(values, "top_logprobs"), params.top_logprobs, _address(given),
         0 if given is None else given.stride(0), address(values, "given_logprobs"),
-        0 if given is None else given.shape[1], address(values, "logsumexp"), num_samples, masses_at,
+        0 if given is None else given.shape[1], address(values, "logsumexp"),
+        num_samples if scored is None else scored.shape[1], limits_at, masses_at,
     )  # fmt: skip
     logprobs_kernel[(batch, 2)](
-        raw_logits, raw_stored, logits, stored, rows, outputs, candidates, capacity, lists, ids,
+        raw_logits, raw_stored, logits, stored, rows, outputs, candidates, capacity, lists,
+        ids if scored is None else scored,
         WIDTH=config.width, GATHERED=config.gathered, TILE=config.tile, **options,
     )  # fmt: skip
     return SampleResult(ids, values)
