@@ -16,7 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -397,7 +397,8 @@ def scored(rank: Rank, problem: Any, tp: Any, shard: Tensor) -> None:
     """``score``: bits of one rank's numbers; gradients, which are sums over the ranks."""
     ids = torch.randint(-1, 600, (6, 2), generator=torch.Generator().manual_seed(6)).to(rank.device)
     first, last = tp.first_token, tp.first_token + len(shard)
-    found, expected = [], []
+    found: list[Tensor] = []
+    expected: list[Tensor] = []
     for weight, group, out in ((shard, tp, found), (problem.weight, None, expected)):
         states, weight = (x.detach().clone().requires_grad_() for x in (problem.hidden_states, weight))
         options: dict[str, Any] = {"top_k": 9, "top_logprobs": 2, "tp": group, "return_entropy": True}
@@ -405,12 +406,12 @@ def scored(rank: Rank, problem: Any, tp: Any, shard: Tensor) -> None:
         assert numbers.entropy is not None
         loss = (torch.where(numbers.ranks < 0, 0.0, numbers.logprobs).sum(1) + 2 * numbers.logsumexp).sum()
         out += [*vars(numbers).values(), *torch.autograd.grad(loss + numbers.entropy.sum(), (states, weight))]
-    *numbers, of_states, of_shard = found
+    *mine, of_states, of_shard = found
     *right, of_states_then, of_weight = expected
     interpreted = rank.impl == "triton" and rank.device.type == "cpu"  # numpy's products depend on the shard's shape
-    for mine, other, name in zip(numbers, right, flashsampling.ScoreOutput.__dataclass_fields__):
-        error = 1e-4 if interpreted or name == "entropy" else 0.0
-        torch.testing.assert_close(mine, other, atol=error, rtol=error, equal_nan=True)
+    for number, other, field in zip(mine, right, fields(flashsampling.ScoreOutput)):
+        error = 1e-4 if interpreted or field.name == "entropy" else 0.0
+        torch.testing.assert_close(number, other, atol=error, rtol=error, equal_nan=True)
     close = {"atol": 1e-2, "rtol": 1e-2} if of_states.dtype != torch.float32 else {"atol": 1e-4, "rtol": 1e-4}
     torch.testing.assert_close(of_states, of_states_then, **close)
     torch.testing.assert_close(of_shard, of_weight[first:last], **close)
