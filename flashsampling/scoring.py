@@ -51,6 +51,11 @@ class ScoreOutput:
         entropy: (N,) float32, with ``return_entropy``: of the raw distribution, in nats. Differentiable.
         top_token_ids: (N, n) int64, with ``top_logprobs``: as in ``SampleOutput``.
         top_logprobs: (N, n) float32.
+
+    Example:
+        >>> import torch, flashsampling
+        >>> flashsampling.score(torch.zeros(2, 8), torch.zeros(1000, 8), torch.tensor([3, 999])).logprobs
+        tensor([-6.9078, -6.9078])
     """
 
     logprobs: Tensor
