@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import flashsampling
-from flashsampling import LMHeadSampler, TokenCounts
+from flashsampling import LMHeadSampler, TokenCounts, request_pool
 from flashsampling.backends import BACKENDS
 from flashsampling.request_pool import RequestPool
 from tests.conftest import DEVICE
@@ -162,6 +162,13 @@ def serve(impl: str | None, steps: int, seed: int, dtype: torch.dtype = torch.fl
 @pytest.mark.parametrize("impl", [None, "reference", "triton"])
 def test_requests_in_any_order_draw_what_they_draw_alone(impl, drafts):
     assert serve(impl and require(impl), 60 if impl == "triton" else 200, 1, drafts=drafts) > 10
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_kernel_reads_the_slots_of_a_server(drafts, monkeypatch):
+    require("triton")
+    monkeypatch.setattr(request_pool, "runs_small_kernels", lambda tensor: True)
+    assert serve(None, 60, 3, drafts=drafts) > 5
 
 
 @pytest.mark.gpu
