@@ -94,9 +94,9 @@ class RequestPool(nn.Module):
         with torch.inference_mode(False):  # an inference tensor could not be written outside
             words = torch.zeros((2 + len(ROW_FIELDS), self.max_requests), dtype=torch.int32, device=device)
             words[0] = _FREE
-            longs = torch.zeros((2, self.max_requests), dtype=torch.int64, device=device)
-        self.register_buffer("seeds", longs[0].clone(), persistent=False)
-        self.register_buffer("offsets", longs[1].clone(), persistent=False)
+            seeds, offsets = (torch.zeros(self.max_requests, dtype=torch.int64, device=device) for _ in range(2))
+        self.register_buffer("seeds", seeds, persistent=False)
+        self.register_buffer("offsets", offsets, persistent=False)
         self.register_buffer("words", words, persistent=False)
         self.register_buffer("matrices", None, persistent=False)
         self.counts: TokenCounts | None = None
