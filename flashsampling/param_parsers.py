@@ -71,6 +71,11 @@ def parse_flag(name: str, value: Any, shape: BatchShape) -> Fields:
     return {name.removeprefix("return_"): value}
 
 
+def parse_kept(name: str, value: Any, shape: BatchShape) -> Fields:
+    """Parses a bool: whether the kept set is wanted, of so many words."""
+    return {"kept_words": -(-shape.vocab_size // 32) if parse_flag(name, value, shape)["kept"] else 0}
+
+
 def parse_top_logprobs(name: str, value: Any, shape: BatchShape) -> Fields:
     """Parses a number of tokens, from 0 to 20 and to the vocabulary's size."""
     count, most = integer(name, value), min(MAX_TOP_LOGPROBS, shape.vocab_size)

@@ -126,6 +126,8 @@ class SamplingParams(NamedTuple):
         Param("Tensor?", None, "return_logprobs", per_row=True),
     ] = None
 
+    kept_words: Annotated[int, Param("SymInt", parsers.parse_kept, "return_kept")] = 0  # of the mask; 0: not wanted
+
     def names(self) -> list[str]:
         """Returns the fields that differ from their defaults, hints apart."""
         return [
@@ -155,7 +157,11 @@ class SamplingParams(NamedTuple):
 
     def needs_raw_mass(self) -> bool:
         """Returns whether the log-sum-exp of the raw logits is needed."""
-        return self.logprobs or self.top_logprobs > 0 or self.logprob_ids is not None or self.logsumexp
+        return self.needs_records() or self.top_logprobs > 0 or self.logprob_ids is not None or self.logsumexp
+
+    def needs_records(self) -> bool:
+        """Returns whether the limits and masses of what filters keep are needed."""
+        return self.logprobs or self.kept_words > 0
 
     def needs_all_logits(self) -> bool:
         """Returns whether all processed logits of a row are needed, also those of tokens that no filter keeps: for
@@ -168,7 +174,7 @@ class SamplingParams(NamedTuple):
         or an epsilon cutoff that is not a share of what a top-k keeps."""
         of_top_k = isinstance(self.top_k, int) and 0 < self.top_k < vocab_size and not self.may_be_joint()
         _, by_top_p, _, by_epsilon, _ = self.filters()
-        return self.logprobs or (not of_top_k and (by_top_p or by_epsilon))
+        return self.needs_records() or (not of_top_k and (by_top_p or by_epsilon))
 
     def may_be_joint(self) -> bool:
         """Returns whether a row may have a top-k and a top-p that takes its share of all tokens."""
@@ -202,6 +208,7 @@ PARAMS: dict[str, Param] = {  # every field but the stream, which is no paramete
 ROW_FIELDS = tuple(name for name, param in PARAMS.items() if param.schema.startswith("row "))
 MATRIX_FIELDS = tuple(name for name, param in PARAMS.items() if param.per_row and not param.is_hint)
 FILTER_FIELDS = tuple(name for name, param in PARAMS.items() if param.is_filter)
+OUTPUT_FIELDS = ("logprobs", "top_logprobs", "logprob_ids", "logsumexp", "kept_words")
 HEAD_NUMBERS = tuple(name for name, param in PARAMS.items() if param.schema == "float")
 RANK_LOCAL_FIELDS = tuple(name for name, param in PARAMS.items() if param.is_rank_local)
 _HINTS = tuple(name for name, param in PARAMS.items() if param.is_hint)
@@ -233,6 +240,7 @@ class SamplingOptions(TypedDict, total=False):
     top_logprobs: int | None
     logprob_ids: Any  # (B, m)
     return_logsumexp: bool
+    return_kept: bool
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

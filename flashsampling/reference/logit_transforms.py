@@ -193,6 +193,28 @@ def kept_logprobs(
     return (below - below.logsumexp(dim=-1, keepdim=True)).float()
 
 
+def drawn_from(
+    logits: Tensor,  # (B, V), processed
+    temperature: Tensor,  # (B,) float32
+    kept: Tensor | None,  # (B, V) bool; None: all
+) -> Tensor:
+    """Returns (B, V) bool: the kept tokens that have a probability; of a greedy row, or one with an infinite logit, the
+    first of the highest."""
+    some = ~logits.isneginf() if kept is None else kept & ~logits.isneginf()
+    best = logits.amax(dim=-1, keepdim=True)
+    first = (logits == best).int().argmax(dim=-1, keepdim=True)
+    only = torch.zeros_like(some).scatter_(-1, first, True)
+    alone = (temperature < GREEDY_BELOW)[:, None] | best.isposinf()
+    return torch.where(alone, only, some)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Returns (B, ceil(V / 32)) int64 words, in the range of int32, of a mask (B, V) bool."""
+    bits = torch.nn.functional.pad(mask, (0, -mask.shape[1] % 32)).view(mask.shape[0], -1, 32).long()
+    words = (bits << torch.arange(32, device=mask.device)).sum(dim=-1)
+    return torch.where(words >= 2**31, words - 2**32, words)
+
+
 def ranks(
     logits: Tensor,  # (B, V)
     ids: Tensor,  # (B, S) int64

@@ -142,7 +142,7 @@ def outputs(
     step: SampleInputs,
 ) -> dict[str, Tensor]:
     """Returns all outputs by the names of ``SampleOutput``, (B, columns)."""
-    params, parts = step.params, {"token_ids": token_ids}
+    params, parts, drawn = step.params, {"token_ids": token_ids}, token_ids
     token_ids = token_ids if params.scored_ids is None else params.scored_ids
     if params.logprobs or params.top_logprobs or params.logprob_ids is not None:
         raw_logprobs = logit_transforms.logprobs(logits.raw)
@@ -156,6 +156,12 @@ def outputs(
         parts["top_logprobs"] = logit_transforms.at(raw_logprobs, parts["top_token_ids"])
     if params.logprob_ids is not None:
         parts["given_logprobs"] = logit_transforms.at(raw_logprobs, params.logprob_ids)
+    if params.kept_words:
+        kept = logit_transforms.drawn_from(logits.processed, step.rows().temperature, logits.kept)
+        undefined = logit_transforms.has_undefined_filter(params, kept.device) | (drawn[:, 0] < 0)
+        kept = kept & ~undefined[:, None]
+        parts["kept_counts"] = kept.sum(1, keepdim=True)
+        parts["kept_mask"] = logit_transforms.pack_bits(kept)
     if params.logsumexp:
         parts["logsumexp"] = logits.raw.double().logsumexp(dim=-1, keepdim=True).float()
     return parts

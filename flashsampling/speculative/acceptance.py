@@ -18,6 +18,7 @@ from ..sampling import check_kind, count_skipped_call
 from ..sampling_params import (
     DEFAULT_PARAMS,
     MATRIX_FIELDS,
+    OUTPUT_FIELDS,
     ROW_FIELDS,
     SamplingOptions,
     SamplingParams,
@@ -375,6 +376,6 @@ def parse_request_params(
     shape = BatchShape(batch, target.vocab, target.vocab_size, device, 1, target.shard_rows)
     params = parse_sampling_params(options, shape, function)
     if params.needs_raw_mass():
-        outputs = [name for name in params.names() if name in ("logprobs", "top_logprobs", "logprob_ids", "logsumexp")]
+        outputs = [name for name in params.names() if name in OUTPUT_FIELDS]
         raise ValueError(f"{argument_names(outputs)} must be left out: verify returns token ids alone")
     return params, masks

@@ -450,6 +450,14 @@ def module(rank: Rank) -> None:
     expected = one.verify(positions, drafts, slots=[4, 0]).token_ids
     assert torch.equal(sampler.verify(positions, drafts, slots=[4, 0]).token_ids, expected)
     scored(rank, problem, tp, shard)
+    kept = [
+        flashsampling.sample(problem.hidden_states, weight, seed=rows, top_p=0.8, return_kept=True, **where)
+        for rows in (torch.arange(6, device=rank.device),)
+        for weight, where in ((shard, {"tp": tp}), (problem.weight, {"impl": rank.impl}))
+    ]
+    assert kept[0].kept_mask is not None
+    assert torch.equal(kept[0].kept_mask, kept[1].kept_mask)
+    assert torch.equal(kept[0].kept_counts, kept[1].kept_counts)
     if rank.world != 2 or rank.device.type == "cpu":  # compiling takes each rank half a minute
         return
     torch._dynamo.reset()

@@ -37,6 +37,7 @@ from ..jit import compiling, only_compiles
 from .block_stats_kernel import StatsOutputs, block_stats_kernel
 from .draw import Draws
 from .filtered_sample_kernel import filtered_sample_kernel
+from .kept_kernel import kept_kernel
 from .logit_source import StoredLogits
 from .logprobs_kernel import LogprobOutputs, logprobs_kernel
 from .transforms import Filters, HeadTransform, RequestTransforms, Rows
@@ -194,6 +195,7 @@ def run(step: SampleInputs, config: Config = CONFIG, records: Records | None = N
     return run_with_processed(step, config, records)[0]
 
 
+_WORDS = 64  # of a kept set, at a time
 _compiled: set[tuple[Any, ...]] = set()  # kinds of steps whose kernels exist
 
 
@@ -220,7 +222,7 @@ def _run(step: SampleInputs, config: Config, records: Records | None) -> tuple[S
     head = head_transform(params)
     transforms, _held = request_transforms(params)
     has_head, changes = changes_logits(head, transforms)
-    wants_raw, wants_record = params.needs_raw_mass(), params.logprobs or records is not None
+    wants_raw, wants_record = params.needs_raw_mass(), params.needs_records() or records is not None
     stride = -(-vocab_size // 4) * 4
     sizes = [
         2 * batch * step.num_samples * tiles,
@@ -314,7 +316,7 @@ def _launch_rows(launches: _Launches, records: Records | None) -> SampleResult:
     ids = torch.empty(places.num_ids, dtype=torch.int64, device=device)
     values = torch.empty(places.num_values, dtype=torch.float32, device=device) if wants_raw else None
     scored = params.scored_ids if params.scored_ids is None else params.scored_ids.contiguous()
-    if records is None and params.logprobs:
+    if records is None and params.needs_records():
         records = empty_records(batch, device)
     limits_at, masses_at = (0, 0) if records is None else (_address(records.limits), _address(records.masses))
     pdl = _pdl(device, config)
@@ -351,4 +353,11 @@ def _launch_rows(launches: _Launches, records: Records | None) -> SampleResult:
         ids if scored is None else scored,
         WIDTH=config.width, GATHERED=config.gathered, TILE=config.tile, **options,
     )  # fmt: skip
+    if params.kept_words:
+        assert records is not None
+        counts, words = (ids[places.ids[name].first :] for name in ("kept_counts", "kept_mask"))
+        kept_kernel[(batch,)](
+            logits, stored, rows, *records, counts, words, params.kept_words,
+            WORDS=_WORDS, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
     return SampleResult(ids, values)
