@@ -224,6 +224,32 @@ def test_the_kernel_reads_what_torch_reads(dtype, width):
     assert columns == 0 if matrices is None else torch.equal(matrices, pool.matrices[rows, :columns])
 
 
+COMPILE = """
+import sys
+import torch
+from flashsampling.kernels.triton.request_pool import read_slots
+from tests.kernels.triton.target import compile_only
+
+compiled = compile_only(int(sys.argv[1]))
+for slots, requests, width in ((1, 16, 0), (7, 9, 600), (256, 300, 5300)):
+    longs, words = torch.zeros(2, requests, dtype=torch.int64), torch.zeros(11, requests, dtype=torch.int32)
+    matrices = torch.zeros(requests, width + 1, dtype=torch.int32)
+    for dtype in (torch.int32, torch.int64):
+        read_slots(torch.zeros(slots, dtype=dtype), *longs, words, matrices, width, -1, 1)
+print("kernels", len(set(map(id, compiled))))
+"""
+
+
+@pytest.mark.every_triton
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernel_compiles_once_for_int32_and_once_for_int64(capability):
+    """Whatever the sizes are."""
+    require("triton")
+    from tests.kernels.triton.target import output_of
+
+    assert output_of(COMPILE, capability).split()[-2:] == ["kernels", "2"]
+
+
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the host sees slots on a CPU")
 def test_slots_that_only_the_device_sees_have_no_token_and_harm_nobody():
     head = make_head()

@@ -70,9 +70,9 @@ def read_slots_kernel(
     tl.store(batch_words + number * batch + row, value, mask=number < WORDS)
     for first in range(0, tables.width, TILE):
         column = first + tl.arange(0, TILE)
-        value = tl.load(_at(tables.matrices_at, tl.int32) + slot * tables.stride + column, mask=column < tables.width)
-        to = _at(tables.batch_matrices_at, tl.int32) + row * tables.width + column
-        tl.store(to, value, mask=column < tables.width)
+        source = _at(tables.matrices_at, tl.int32) + slot * tables.stride + column
+        target = _at(tables.batch_matrices_at, tl.int32) + row * tables.width + column
+        tl.store(target, tl.load(source, mask=column < tables.width), mask=column < tables.width)
 
 
 def read_slots(
