@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import ops
 from .exchange_protocol import WHOLE
@@ -15,9 +14,17 @@ from .inputs import SampleInputs
 from .outputs import layout
 from .param_parsers import batch_shape
 from .reference import logit_transforms
+from .reference.oracle import without_autocast
 from .reference.streaming import head_logits
 from .row_params import Reals, reals
-from .sampling import check_impl, check_matrices, check_tensor_parallel, check_vocab_size
+from .sampling import (
+    check_impl,
+    check_kind,
+    check_matrices,
+    check_tensor_parallel,
+    check_vocab_size,
+    count_skipped_call,
+)
 from .sampling_params import (
     DEFAULT_PARAMS,
     HEAD_NUMBERS,
@@ -35,6 +42,7 @@ if TYPE_CHECKING:
 _ROWS = 256  # whose logits are in memory at once
 _TOKENS = 8192  # of the vocabulary, at once in the backward pass
 _GRADIENT_ROWS = 2048  # likewise
+_RETURNED = ("return_logprobs", "return_logsumexp", "return_kept", "logprob_ids")  # outputs of ``sample``
 
 
 @dataclass(frozen=True)
@@ -86,11 +94,12 @@ def score(
     """Scores given tokens: the numbers that ``sample`` returns for a token that it draws, bit for bit, for any token.
 
     It serves prompts, distillation, reward models and trainers: a rollout's log-probabilities in the engine and the
-    trainer's are those of one distribution. No noise is drawn. Logits of 256 rows are in memory at a time.
+    trainer's are those of one distribution. Logits of 256 rows are in memory at a time.
 
-    Raw log-probabilities, log-sum-exp and entropy have gradients for ``hidden_states``, ``weight`` and ``bias``. The
-    backward pass computes logits again, a part of the vocabulary at a time, for the rows with a gradient that is not
-    zero. It accumulates in float32, and waits for the device to learn which rows these are.
+    Raw log-probabilities, log-sum-exp and entropy have first derivatives for ``hidden_states``, ``weight`` and
+    ``bias``; nothing else has. The backward pass, and the entropy, compute logits again, of 2048 rows and 8192 tokens
+    at a time, the former for the rows with a gradient that is not zero. It accumulates in float32, with a float32 copy
+    of these rows' gradients, and waits for the device to learn which rows these are.
 
     Args:
         hidden_states: (N, D), any N; dtypes as in ``sample``.
@@ -98,8 +107,8 @@ def score(
         token_ids: int32 or int64; an id below 0 or from ``vocab_size`` on has no score, as padding.
         temperature, vocab_size, impl, bias, ..., top_n_sigma: as in ``sample``: what the processed log-probabilities
             are of. The kept set of a rollout is a ``token_mask``.
-        tp: as in ``sample``. Gradients of hidden states and the entropy take one all-reduce of the process group each;
-            upstream gradients must be the same on all ranks.
+        tp: as in ``sample``. The gradient of the hidden states, and the entropy, take an all-reduce of the process
+            group. N, ``return_entropy`` and upstream gradients must be the same on all ranks, which nothing compares.
         return_entropy: computes the entropy, by one more matrix product.
         top_logprobs: as in ``sample``.
 
@@ -120,23 +129,30 @@ def score(
         >>> flashsampling.score(hidden_states, weight, torch.tensor([3, -1]), top_k=9).processed_logprobs
         tensor([-inf, nan])
     """
-    batch, rows, device = check_matrices(hidden_states, weight, 1 if tp is None else 0)
-    if tp is None:
-        tokens, shard = check_vocab_size(vocab_size, rows), WHOLE
-        check_impl(impl)
-    else:
-        check_tensor_parallel(tp, vocab_size, impl)
-        tokens, shard = tp.part
-    shape = batch_shape(batch, rows, tokens, device, 1, tp)
-    ids = _check_ids(token_ids, batch, device, shape.vocab_size)
-    wanted = {**params, "return_logprobs": True, "return_logsumexp": True}
-    parsed = parse_sampling_params(wanted, shape, score)._replace(scored_ids=ids)
-    temperatures = reals("temperature", temperature, batch, device)
-    inputs = SampleInputs(hidden_states.detach(), weight.detach(), temperatures, 0, 0, 1, tokens, shard, parsed)
-    parts = _steps(inputs, impl or "", tp)
+    try:
+        for name in _RETURNED:
+            if params.get(name):
+                raise TypeError(f"{name} must be left out: score returns these numbers of token_ids")
+        batch, rows, device = check_matrices(hidden_states, weight, 1 if tp is None else 0)
+        if tp is None:
+            tokens, shard = check_vocab_size(vocab_size, rows), WHOLE
+            check_impl(impl)
+        else:
+            check_tensor_parallel(tp, vocab_size, impl)
+            tokens, shard = tp.part
+        shape = batch_shape(batch, rows, tokens, device, 1, tp)
+        ids = _check_ids(token_ids, batch, device, shape.vocab_size)
+        wanted = {**params, "return_logprobs": True, "return_logsumexp": True}
+        parsed = parse_sampling_params(wanted, shape, score)._replace(scored_ids=ids)
+        temperatures = reals("temperature", temperature, batch, device)
+        inputs = SampleInputs(hidden_states.detach(), weight.detach(), temperatures, 0, 0, 1, tokens, shard, parsed)
+        parts = _steps(inputs, impl or "", tp)
+    except BaseException as error:
+        count_skipped_call(tp, error)
+        raise
     logprobs, lse = parts["logprobs"], parts["logsumexp"][:, 0]
     entropy = _entropy(inputs, lse, tp) if return_entropy else None
-    bias = params.get("bias")
+    bias = params.get("bias") if parsed.bias is not None else None
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden_states, weight, bias)):
         logprobs, lse, entropy = _Scores.apply(hidden_states, weight, bias, inputs, tp, logprobs, lse, entropy)
     return ScoreOutput(
@@ -147,9 +163,9 @@ def score(
 
 def _check_ids(token_ids: Tensor, batch: int, device: torch.device, vocab_size: int) -> Tensor:
     """Returns (N, m) int64; -1 for an id out of range."""
-    if not isinstance(token_ids, Tensor) or token_ids.dtype not in (torch.int32, torch.int64):
-        got = token_ids.dtype if isinstance(token_ids, Tensor) else type(token_ids).__name__
-        raise TypeError(f"token_ids must be a tensor of int32 or int64, got {got}")
+    check_kind("token_ids", token_ids)
+    if token_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"token_ids must be int32 or int64, got {token_ids.dtype}")
     if token_ids.ndim not in (1, 2) or token_ids.shape[0] != batch:
         raise ValueError(f"token_ids must have shape ({batch},) or ({batch}, m), got shape {tuple(token_ids.shape)}")
     if token_ids.device != device:
@@ -232,7 +248,6 @@ class _Scores(torch.autograd.Function):
         return logprobs.clone(), lse.clone(), None if entropy is None else entropy.clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
     def backward(
         ctx: Any,
         of_logprobs: Tensor,
@@ -240,6 +255,8 @@ class _Scores(torch.autograd.Function):
         of_entropy: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """Returns the gradients of hidden states, weight and bias."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("score has no second derivatives: create_graph must be False")
         hidden_states, weight, bias, lse, entropy = ctx.saved_tensors
         inputs = ctx.inputs._replace(hidden_states=hidden_states, weight=weight)
         ids = inputs.params.scored_ids
@@ -251,29 +268,29 @@ class _Scores(torch.autograd.Function):
         own_ids = ids[rows] - inputs.shard.first_token
         of_logprobs, of_lse, lse = of_logprobs[rows], of_lse[rows, None], lse[rows, None]
         of_states, of_head, of_bias = ctx.needs_input_grad[:3]
-        states_grad = torch.zeros(hidden_states.shape, device=lse.device) if of_states else None
+        float32 = {"dtype": torch.float32, "device": lse.device}
+        states_grad = torch.zeros((len(rows), hidden_states.shape[1]), **float32) if of_states else None
         weight_grad = torch.zeros_like(weight) if of_head else None
-        bias_grad = torch.zeros(len(weight), device=lse.device) if of_bias else None
+        bias_grad = torch.zeros(len(weight), **float32) if of_bias else None
         for first, last in _chunks(inputs):
-            of_tokens = torch.zeros((last - first, weight.shape[1]), device=lse.device) if of_head else None
+            of_tokens = torch.zeros((last - first, weight.shape[1]), **float32) if of_head else None
             for start in range(0, len(rows), _GRADIENT_ROWS):
                 some = slice(start, start + _GRADIENT_ROWS)
                 product, raw = _raw_logits(inputs, rows[some], first, last)
-                with torch.no_grad():
-                    log_p = raw - lse[some]
-                    factor = of_lse[some] - of_logprobs[some].sum(1, keepdim=True)
-                    if of_entropy is not None and entropy is not None:
-                        finite = torch.where(log_p.isneginf(), 0.0, log_p)
-                        here = rows[some, None]
-                        factor = factor - of_entropy[here] * (finite + entropy[here])
-                    grad = log_p.exp() * factor
-                    inside = (own_ids[some] >= first) & (own_ids[some] < last)
-                    at = torch.where(inside, own_ids[some] - first, 0)
-                    grad.scatter_add_(1, at, torch.where(inside, of_logprobs[some], 0.0))
+                log_p = raw.detach() - lse[some]
+                factor = of_lse[some] - of_logprobs[some].sum(1, keepdim=True)
+                if of_entropy is not None and entropy is not None:
+                    finite = torch.where(log_p.isneginf(), 0.0, log_p)
+                    here = rows[some, None]
+                    factor = factor - of_entropy[here] * (finite + entropy[here])
+                grad = log_p.exp() * factor
+                inside = (own_ids[some] >= first) & (own_ids[some] < last)
+                at = torch.where(inside, own_ids[some] - first, 0)
+                grad.scatter_add_(1, at, torch.where(inside, of_logprobs[some], 0.0))
                 if raw is not product:
                     (grad,) = torch.autograd.grad(raw, product, grad)
                 if states_grad is not None:
-                    states_grad.index_add_(0, rows[some], _product(grad, weight[first:last]))
+                    states_grad[some] += _product(grad, weight[first:last])
                 if of_tokens is not None:
                     of_tokens += _product(grad.T, hidden_states[rows[some]])
                 if bias_grad is not None:
@@ -281,14 +298,21 @@ class _Scores(torch.autograd.Function):
             if weight_grad is not None and of_tokens is not None:
                 weight_grad[first:last] = of_tokens.to(weight.dtype)
         if states_grad is not None:
-            states_grad = _sum_over_ranks(states_grad, ctx.tp).to(hidden_states.dtype)
+            some_rows = _sum_over_ranks(states_grad, ctx.tp).to(hidden_states.dtype)
+            states_grad = torch.zeros_like(hidden_states).index_copy_(0, rows, some_rows)
         if bias_grad is not None:
             bias_grad = bias_grad.to(bias.dtype)
         return states_grad, weight_grad, bias_grad, *[None] * 5
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a @ b in float32, of a float32 and of any dtype. On a GPU a 16-bit b is not widened; a is rounded."""
-    if b.is_cuda and b.dtype != torch.float32:
-        return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
-    return a @ b.float()
+    """Returns a @ b in float32, of a float32 and of any dtype. On a GPU a is rounded to a 16-bit dtype of b, and scaled
+    to the middle of float16's range."""
+    with without_autocast(a.device):
+        if not b.is_cuda or b.dtype == torch.float32:
+            return a @ b.float()
+        if b.dtype != torch.float16:
+            return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
+        exponent = torch.frexp(a.abs().amax().clamp(min=1e-38)).exponent
+        scaled = torch.ldexp(a, 15 - exponent).to(torch.float16)
+        return torch.ldexp(torch.mm(scaled, b, out_dtype=torch.float32), exponent - 15)

@@ -149,7 +149,8 @@ def outputs(
     if params.logprobs:
         processed = logit_transforms.kept_logprobs(logits.processed, step.rows().temperature, logits.kept)
         parts["logprobs"] = logit_transforms.at(raw_logprobs, token_ids)
-        parts["processed_logprobs"] = logit_transforms.at(processed, token_ids)
+        no_token = (drawn < 0).all(1, keepdim=True)
+        parts["processed_logprobs"] = logit_transforms.at(processed, token_ids).masked_fill(no_token, float("nan"))
         parts["ranks"] = logit_transforms.ranks(logits.raw, token_ids)
     if params.top_logprobs:
         parts["top_token_ids"] = logit_transforms.top(logits.raw, params.top_logprobs)

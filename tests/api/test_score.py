@@ -197,8 +197,9 @@ def test_no_gradient_where_none_is_wanted():
 @pytest.mark.parametrize(
     ("ids", "options", "error", "message"),
     [
-        ([1, 2], {}, TypeError, "token_ids must be a tensor of int32 or int64, got list"),
-        (torch.ones(2), {}, TypeError, "token_ids must be a tensor of int32 or int64, got torch.float32"),
+        ([1, 2], {}, TypeError, "token_ids must be a torch.Tensor, got list"),
+        (torch.ones(2), {}, TypeError, "token_ids must be int32 or int64, got torch.float32"),
+        (torch.ones(2, dtype=torch.int64), {"return_logprobs": True}, TypeError, "return_logprobs must be left out"),
         (torch.ones(3, dtype=torch.int64), {}, ValueError, r"shape \(2,\) or \(2, m\), got shape \(3,\)"),
         (
             torch.ones(2, dtype=torch.int64),
@@ -227,6 +228,44 @@ def test_a_rollout_scored_with_its_kept_set_as_a_mask():
     mask = torch.where(words >= 2**31, words - 2**32, words).int()
     scored = score(states, weight, drawn.token_ids, token_mask=mask)
     torch.testing.assert_close(scored.processed_logprobs, drawn.processed_logprobs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_rows_that_draw_no_token_have_no_processed_numbers(impl):
+    weight, ids = torch.zeros(40, 8, device=DEVICE), torch.tensor([[5, 6]] * 4, device=DEVICE)
+    bias = torch.full((40,), -torch.inf, device=DEVICE)
+    bias[5] = torch.inf
+    out = score(torch.zeros(4, 8, device=DEVICE), weight, ids, bias=bias, impl=require(impl))
+    assert out.processed_logprobs.isnan().all()
+    temperature = torch.tensor([1.0, torch.nan, 1.0, 1.0], device=DEVICE)
+    top_p = torch.tensor([1.0, 1.0, torch.nan, 0.5], device=DEVICE)
+    out = score(torch.zeros(4, 8, device=DEVICE), weight, ids, temperature=temperature, top_p=top_p, impl=impl)
+    assert out.processed_logprobs.isnan().any(1).tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_gradients_under_another_default_dtype_and_autocast(default):
+    states, weight = make(4)
+    ids = torch.tensor([1, 2, 3, 4], device=DEVICE)
+    expected = torch.autograd.grad(
+        score(states.requires_grad_(), weight.requires_grad_(), ids).logprobs.sum(), (states, weight)
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            found = torch.autograd.grad(score(states, weight, ids).logprobs.sum(), (states, weight))
+    finally:
+        torch.set_default_dtype(before)
+    for mine, right in zip(found, expected):
+        torch.testing.assert_close(mine, right, atol=1e-6, rtol=1e-6)
+
+
+def test_there_is_no_second_derivative():
+    states, weight = make(2)
+    loss = score(states.requires_grad_(), weight, torch.tensor([1, 2], device=DEVICE)).logprobs.sum()
+    with pytest.raises(RuntimeError, match="score has no second derivatives"):
+        torch.autograd.grad(loss, states, create_graph=True)
 
 
 def test_compiles():

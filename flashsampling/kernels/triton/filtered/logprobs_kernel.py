@@ -92,7 +92,8 @@ def _write_drawn(
         )
         kept = tl.where(top == float("inf"), token == only_token, kept)
         of_kept = tl.where(top == float("inf"), 0.0, (exponent - tl.log2(kept_mass)) * LN2)
-        of_kept = tl.where(kept | (kept_mass != kept_mass), of_kept, float("-inf"))
+        of_kept = tl.where(kept, of_kept, float("-inf"))
+        of_kept = tl.where(kept_mass != kept_mass, float("nan"), of_kept)  # of a row without a token
         higher = tl.minimum(key_of(x), PLUS_INF) + 1  # a NaN's key has no successor
         listed = list_blocks(raw.block_keys, tl.where(there, blocks, 0), higher, list_ptr, WIDTH)
         rank = 1 + _count_higher(raw, x, list_ptr, listed, BLOCKS).to(tl.int64)
