@@ -26,14 +26,13 @@ README_CELLS = {  # LM head and batch size -> a model that has this head
 }
 OVER_CUBLAS_BATCHES = (1, 16, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512)
 PEER_BATCHES = (1, 64, 256)
-DRAFTS_BATCHES = (1, 8, 64)
-DRAFTER_BATCHES = (1, 64)
+PEER_HEADS = ("V=151936 D=4096", "V=128256 D=8192", "V=151936 D=2048", "V=201088 D=2880")
+DRAFTS_BATCHES = (1, 64)
 TRITON_BATCHES = (1, 16, 64, 96, 128, 144, 160, 176, 192, 208, 256, 272, 320, 384, 448, 512)
 RANK_BATCHES = (1, 16, 64, 128, 256)
 FILTERS = ("top-k top-p", "top-p", "min-p")
 REQUESTS = (*FILTERS, "mask", "penalties", "top_logprobs=5", "everything")
 DRAFTS_PEERS = ("compiled torch", "FlashInfer")  # the steps of ``benchmarks.verify`` that are not ours
-DRAFTER_STEPS = ("layer", "layer, sample", "layer, logits, softmax, multinomial")
 README_ENGINE_KINDS = ("plain", "top-k top-p")
 ENGINE_KINDS = (*README_ENGINE_KINDS, "min-p penalties", "logprobs=5", "grammar mask")
 
@@ -106,7 +105,7 @@ def peers_table(result: Result) -> str:
     """Returns the Hopper kernel's step over those of its peers, and the Triton kernel's over cuBLAS."""
     rows = []
     for (head, batch), ms in step_times(result).items():
-        if batch in PEER_BATCHES:
+        if batch in PEER_BATCHES and head in PEER_HEADS:
             others = [ratio(ms, "cute", *peers) for peers in (["cuBLAS alone"], FLASHINFER, ["multinomial"])]
             rows.append([head, str(batch), f"{ms['cute']:.3f}", *others, ratio(ms, "triton", "cuBLAS alone")])
     header = ["LM head", "B", "step, ms", "/ bare cuBLAS", "/ FlashInfer", "/ multinomial", "Triton / bare cuBLAS"]
@@ -184,16 +183,6 @@ def drafts_table(result: Result) -> str:
         rows.append([*cells, f"{row['accepted']:.2f}", *times])
     header = "LM head | filters | n | B | accepted | sample | match | rejection | compiled torch | FlashInfer"
     return make_table(header.split(" | "), rows)
-
-
-def drafter_table(result: Result) -> str:
-    """Returns the times of a drafter's layer and of drawing from it, in milliseconds."""
-    rows = []
-    for row in result["drafter"]:
-        if row["batch"] not in DRAFTER_BATCHES:
-            continue
-        rows.append([str(row["dim"]), str(row["batch"]), *(f"{row['ms'][step]:.3f}" for step in DRAFTER_STEPS)])
-    return make_table(["D", "B", "layer", "and `sample`", "and logits, softmax, multinomial"], rows)
 
 
 def rank_rows(results: Iterable[Result]) -> Iterable[tuple[str, dict[str, Any]]]:
@@ -305,7 +294,6 @@ def page_tables() -> dict[str, list[str]]:
             requests_table([load_result("requests"), load_result("requests_h100")]),
             hard_requests_table(load_result("hard_requests"), load_result("hard_requests_flashinfer")),
             drafts_table(drafts),
-            drafter_table(drafts),
             ranks_table(ranks),
         ],
         "docs/kernels.md": [requests_cost_table(load_result("requests"))],

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from .outputs import SampleOutput
 from .sampler import LMHeadSampler
 from .sampling import sample, sample_from_logits
+from .scoring import ScoreOutput, score
 from .speculative.verification import VerifyOutput, verify, verify_from_logits
 from .token_counts import TokenCounts
 from .warmup import warmup
@@ -20,11 +21,13 @@ __version__ = "0.1.0"
 __all__ = [
     "LMHeadSampler",
     "SampleOutput",
+    "ScoreOutput",
     "TokenCounts",
     "VerifyOutput",
     "__version__",
     "sample",
     "sample_from_logits",
+    "score",
     "verify",
     "verify_from_logits",
     "warmup",

@@ -35,6 +35,9 @@ class SampleOutput:
         top_logprobs: (B, n) float32: their raw log-probabilities; NaN in a row that holds a NaN.
         given_logprobs: (B, m) float32: raw log-probabilities of ``logprob_ids``; NaN for an id out of range.
         logsumexp: (B,) float32: log-sum-exp of the raw logits.
+        kept_counts: (B,) int64: how many tokens the row was drawn from: those that filters keep and that have a
+            probability; 1 of a greedy row, 0 of one without a token.
+        kept_mask: (B, ceil(V / 32)) int32: which they are; bit t & 31 of word t >> 5 is token t.
 
     Example:
         >>> import torch, flashsampling
@@ -51,6 +54,8 @@ class SampleOutput:
     top_logprobs: Tensor | None = None
     given_logprobs: Tensor | None = None
     logsumexp: Tensor | None = None
+    kept_counts: Tensor | None = None
+    kept_mask: Tensor | None = None
 
 
 register_dataclass(SampleOutput, serialized_type_name="flashsampling.SampleOutput")
@@ -104,12 +109,15 @@ class OutputLayout(NamedTuple):
 
 def layout(batch: int, num_samples: int, params: SamplingParams) -> OutputLayout:
     """Returns the layout of what a step of ``batch`` rows returns."""
-    draws = num_samples if params.logprobs else 0
+    draws = num_samples if params.scored_ids is None else params.scored_ids.shape[1]
+    draws = draws if params.logprobs else 0
     given = 0 if params.logprob_ids is None else params.logprob_ids.shape[1]
     ids = [
         ("token_ids", num_samples, True),
         ("top_token_ids", params.top_logprobs, params.top_logprobs > 0),
         ("ranks", draws, params.logprobs),
+        ("kept_counts", 1, params.kept_words > 0),
+        ("kept_mask", params.kept_words, params.kept_words > 0),
     ]
     values = [
         ("logprobs", draws, params.logprobs),
@@ -140,7 +148,9 @@ def make_output(
         out = SampleOutput(result.ids if num_samples == 1 else result.ids.view(batch, num_samples))
     else:
         parts = layout(batch, num_samples, params).split(result, batch)
-        flat = ["logsumexp"]
+        flat = ["logsumexp", "kept_counts"]
+        if "kept_mask" in parts:
+            parts["kept_mask"] = parts["kept_mask"].to(torch.int32)
         if num_samples == 1:
             flat += ["token_ids", "logprobs", "processed_logprobs", "ranks"]
         out = SampleOutput(**{name: part[:, 0] if name in flat else part for name, part in parts.items()})

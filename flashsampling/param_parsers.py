@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .row_params import Check, check_plain, flags, integer, integers, is_symbolic, real, reals
-from .token_counts import Counted, TokenCounts, num_token_groups
+from .token_counts import Counted, CountedSlots, TokenCounts, num_token_groups
 
 MAX_BIASED = 1024  # ids per row
 MAX_TOP_LOGPROBS = 20
@@ -55,6 +55,11 @@ def parse_flag(name: str, value: Any, shape: BatchShape) -> Fields:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
     return {name.removeprefix("return_"): value}
+
+
+def parse_kept(name: str, value: Any, shape: BatchShape) -> Fields:
+    """Parses a bool: whether the kept set is wanted, of so many words."""
+    return {"kept_words": -(-shape.vocab_size // 32) if parse_flag(name, value, shape)["kept"] else 0}
 
 
 def parse_top_logprobs(name: str, value: Any, shape: BatchShape) -> Fields:
@@ -146,20 +151,22 @@ def parse_token_counts(name: str, value: Any, shape: BatchShape) -> Fields:
         if value.vocab_size < shape.vocab_size:
             raise ValueError(f"{name} must be of at least {shape.vocab_size} tokens, got {value.vocab_size}")
         return {"counts": counts, "seen": seen}
-    counts, seen = value if isinstance(value, Counted) else (value, None)
+    counts, seen = value[:2] if isinstance(value, (Counted, CountedSlots)) else (value, None)
+    rows = value.rows if isinstance(value, CountedSlots) else None
     check_plain(name, counts, shape.device)
     if counts.dtype is not torch.int32:
         raise TypeError(f"{name} must be a TokenCounts or int32, got {counts.dtype}")
-    if counts.ndim != 2 or counts.shape[0] != shape.batch or counts.shape[1] < shape.vocab_size:
+    num_rows = shape.batch if rows is None else counts.shape[0]
+    if counts.ndim != 2 or counts.shape[0] != num_rows or counts.shape[1] < shape.vocab_size:
         wanted = f"({shape.batch}, {shape.vocab_size})"
         raise ValueError(f"{name} must have shape {wanted}, got shape {tuple(counts.shape)}")
     if seen is not None:
         check_plain(f"{name}.seen", seen, shape.device)
         groups = num_token_groups(counts.shape[1])
-        if seen.dtype is not torch.uint8 or seen.ndim != 2 or seen.shape != (shape.batch, groups):
-            wanted = f"({shape.batch}, {groups}) uint8"
+        if seen.dtype is not torch.uint8 or seen.ndim != 2 or seen.shape != (num_rows, groups):
+            wanted = f"({num_rows}, {groups}) uint8"
             raise ValueError(f"{name}.seen must be {wanted}, got shape {tuple(seen.shape)} {seen.dtype}")
-    return {"counts": _with_contiguous_rows(counts), "seen": seen}
+    return {"counts": _with_contiguous_rows(counts), "seen": seen, "counts_rows": rows}
 
 
 def parse_token_mask(name: str, value: Any, shape: BatchShape) -> Fields:

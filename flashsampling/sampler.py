@@ -1,7 +1,7 @@
 """``LMHeadSampler``: a module that replaces a model's ``lm_head`` and sampler."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import torch
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from .ops import count_skipped_call
 from .outputs import SampleOutput
+from .request_pool import PoolBatch, RequestPool, Slots
 from .row_params import Integers, Reals, dimensions, finite, finite_from_0, integer, integers, real, reals, row_index
 from .sampling import check_impl, check_tensor_parallel, check_vocab_size, check_weight, draw
-from .sampling_params import SamplingOptions, unexpected_argument, with_sampling_options
+from .sampling_params import PENALTIES, SamplingOptions, unexpected_argument, with_sampling_options
 from .speculative.verification import VerifyOutput, verify
 
 if TYPE_CHECKING:
@@ -89,8 +90,7 @@ class LMHeadSampler(nn.Module):
         tensor([3, 3, 1, 0])
     """
 
-    seeds: Tensor  # (max_batch_size,) int64
-    offsets: Tensor  # (max_batch_size,) int64, tokens drawn so far
+    pool: RequestPool  # of max_batch_size slots; slot b's seed and offset are those of row b
     _place: "HeadPlace | None" = None  # set by ``from_model``
 
     def __init__(
@@ -125,9 +125,9 @@ class LMHeadSampler(nn.Module):
         with torch.inference_mode(False):  # an inference tensor could not be written outside
             rows: Any = _to(device, new.temperature)  # not None, because it was given
             self.temperature: Reals = rows.clone() if isinstance(rows, Tensor) else rows
-            self.register_buffer("seeds", new.seeds.to(device).clone(), persistent=False)
-            offsets = torch.zeros(self.max_batch_size, dtype=torch.int64, device=device)
-            self.register_buffer("offsets", offsets, persistent=False)
+            tokens = (self.vocab_size or len(self.weight)) if self.tp is None else self.tp.vocab_size
+            self.pool = RequestPool(self.max_batch_size, tokens, device, needs_seeds=self.tp is not None)
+            self.pool.seeds.copy_(new.seeds)
 
     def _adopt(self, lm_head: nn.Linear | Tensor, max_batch_size: SupportsIndex) -> int:
         """Adopts the LM head if it and the other arguments fit. Returns ``max_batch_size`` as an int."""
@@ -205,6 +205,16 @@ class LMHeadSampler(nn.Module):
     def bias(self) -> Tensor | None:
         """(V,), the LM head's bias, or None."""
         return getattr(self._owner[0], "bias", None)
+
+    @property
+    def seeds(self) -> Tensor:
+        """(max_batch_size,) int64."""
+        return self.pool.seeds
+
+    @property
+    def offsets(self) -> Tensor:
+        """(max_batch_size,) int64: tokens drawn so far."""
+        return self.pool.offsets
 
     def reset(
         self,
@@ -287,13 +297,17 @@ class LMHeadSampler(nn.Module):
         hidden_states: Tensor,  # (B, D), B <= max_batch_size
         temperature: Reals | None = None,
         num_samples: int = 1,
+        *,
+        slots: Slots | None = None,  # (B,)
         **params: "Unpack[SamplingOptions]",
     ) -> SampleOutput:
-        """Samples rows 0 to B - 1 and advances their offsets by one.
+        """Samples rows 0 to B - 1, or the requests in ``slots``, and advances their offsets by one.
 
         Args:
             hidden_states: (B, D), B up to ``max_batch_size``.
-            temperature: one number, or (B,); None is the rows' default.
+            temperature: one number, or (B,); None is the rows' default. Not with ``slots``.
+            slots: (B,) int32 or int64: each row's slot of ``pool``, -1 for padding. Parameters of the call replace
+                those of the requests.
             num_samples, bias, logit_scale, ..., return_logsumexp: as in ``flashsampling.sample``; ``bias`` only if the
                 LM head has none.
 
@@ -314,13 +328,16 @@ class LMHeadSampler(nn.Module):
                 raise ValueError(
                     f"hidden_states must have at most max_batch_size = {self.max_batch_size} rows, got {batch}"
                 )
-            state: Any = self._buffers  # saves 2 us per call: nn.Module looks attributes up in Python
+            # saves 4 us per call: nn.Module looks attributes up in Python
+            state: Any = self._modules["pool"]._buffers  # type: ignore[union-attr]
             seeds, offsets = state["seeds"], state["offsets"][:batch]
             if seeds.device != hidden_states.device:
                 raise ValueError(
                     f"hidden_states must be on the sampler's device, {seeds.device}, got {hidden_states.device}"
                 )
             options: Any = self._with_head_options(params) if self._transform or self._has_bias else params
+            if slots is not None:
+                return self._draw_slots(hidden_states, temperature, num_samples, slots, options)
             out = draw(
                 hidden_states,
                 self._owner[0].weight,  # type: ignore[arg-type]
@@ -340,6 +357,41 @@ class LMHeadSampler(nn.Module):
         offsets.add_(1)
         return out
 
+    def _draw_slots(
+        self, hidden_states: Tensor, temperature: Reals | None, num_samples: int, slots: Slots, options: Any
+    ) -> SampleOutput:
+        if num_samples != 1 and self.pool.takes(*PENALTIES):
+            raise ValueError(f"num_samples must be 1 with penalties, which count one token per row, got {num_samples}")
+        batch = self._read_slots(slots, temperature, hidden_states.shape[0], 1, options)
+        try:
+            out = draw(
+                hidden_states, self.weight, batch.temperature, batch.seed, batch.offset, num_samples, self.vocab_size,
+                self.impl, self.tp, batch.options,
+            )  # fmt: skip
+            self.pool.finish(batch, out.token_ids)
+        except BaseException:
+            self.pool.read(slots, -1)
+            raise
+        return out
+
+    def _read_slots(
+        self, slots: Slots, temperature: Reals | None, batch: int | None, advance: int, options: Mapping[str, Any]
+    ) -> PoolBatch:
+        """Reads a batch of ``pool``, with the ``options`` of the call. ``batch``: the number of rows, if known."""
+        if temperature is not None:
+            raise ValueError("temperature must be None with slots: every request has one, from pool.admit")
+        given = {name: value for name, value in options.items() if value is not None}
+        penalties = [name for name in PENALTIES if name in given]
+        if penalties and "token_counts" not in given:
+            raise ValueError(f"{penalties[0]} must be given to pool.admit, which counts tokens, or with token_counts")
+        count = slots.shape[0] if isinstance(slots, Tensor) and slots.ndim else None  # a symbol in ``torch.export``
+        if isinstance(slots, Sequence):
+            count = len(slots)
+        if None not in (count, batch) and count != batch:
+            raise ValueError(f"slots must be one for each of {batch} rows, got {count}")
+        read = self.pool.read(slots, advance)
+        return read._replace(options={**read.options, **given})
+
     def _default_temperature(self, batch: int) -> Reals:
         return self.temperature[:batch] if isinstance(self.temperature, Tensor) else self.temperature
 
@@ -348,13 +400,16 @@ class LMHeadSampler(nn.Module):
         hidden_states: Tensor,  # (B, n + 1, D), or (N + B, D)
         draft_token_ids: Tensor,  # (B, n), or (N,)
         temperature: Reals | None = None,
+        *,
+        slots: Slots | None = None,  # (B,)
         **options: Any,
     ) -> VerifyOutput:
-        """Verifies drafts of rows 0 to B - 1 and advances their offsets by the number of emitted tokens, on the device.
+        """Verifies drafts of rows 0 to B - 1, or of the requests in ``slots``, and advances their offsets by the number
+        of emitted tokens, on the device.
 
         Args:
             hidden_states, draft_token_ids: as in ``flashsampling.verify``.
-            temperature: one number, or (B,); None is the rows' default.
+            temperature, slots: as in ``forward``, for each request.
             options: other arguments of ``flashsampling.verify``, except those that the sampler keeps.
 
         Returns:
@@ -378,24 +433,33 @@ class LMHeadSampler(nn.Module):
                 raise ValueError(
                     f"drafts must be of at most max_batch_size = {self.max_batch_size} requests, got {batch}"
                 )
-            offsets = self.offsets[:batch]
+            options = self._with_head_options(options)
+            rows = self.seeds[:batch], self.offsets[:batch]
+            if slots is not None:
+                read = self._read_slots(slots, temperature, batch if several else None, 0, options)
+                temperature, rows, options = read.temperature, (read.seed, read.offset), read.options
+            elif temperature is None:
+                temperature = self._default_temperature(batch)
             out = verify(
                 hidden_states,
                 self.weight,
                 draft_token_ids,
-                temperature=self._default_temperature(batch) if temperature is None else temperature,
-                seed=self.seeds[:batch],
-                offset=offsets,
+                temperature=temperature,
+                seed=rows[0],
+                offset=rows[1],
                 vocab_size=self.vocab_size,
                 impl=self.impl,
                 tp=self.tp,
-                **self._with_head_options(options),
+                **options,
             )
         except BaseException as error:
             count_skipped_call(self.tp, error)
             self._check_names(error, options, verify)
             raise
-        offsets.add_(out.num_emitted)
+        if slots is None:
+            rows[1].add_(out.num_emitted)
+        else:
+            self.pool.finish(read, out.token_ids, out.num_emitted)
         return out
 
     def _check_names(self, error: BaseException, given: Mapping[str, Any], function: Callable[..., Any]) -> None:

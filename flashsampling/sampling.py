@@ -60,6 +60,7 @@ def sample(
     top_logprobs: int | None = None,
     logprob_ids: Any = None,  # (B, m)
     return_logsumexp: bool = False,
+    return_kept: bool = False,
     **unknown: "Never",
 ) -> SampleOutput:
     """Draws token ids from ``softmax(hidden_states @ weight.T / temperature)``, exactly, without storing the logits.
@@ -128,6 +129,7 @@ def sample(
         top_logprobs: n up to 20: returns ``top_token_ids`` and ``top_logprobs``.
         logprob_ids: token ids (B, m), int32 or int64, or (m,) for all rows: returns ``given_logprobs``.
         return_logsumexp: returns ``logsumexp``.
+        return_kept: returns ``kept_counts`` and ``kept_mask``: the set of tokens that were drawn from.
 
     The parameters from ``bias`` on are off if they are None, False or left out. They apply in this order: ``bias``,
     ``logit_scale`` and ``soft_cap`` make the raw logits; ``logit_bias``, the penalties and ``token_mask`` make the
@@ -190,7 +192,7 @@ def sample(
         is soft_cap is logit_bias is token_counts is repetition_penalty
         is frequency_penalty is presence_penalty is token_mask is top_k is top_p is min_p is joint_top_p
         is epsilon_cutoff is top_n_sigma
-        is top_logprobs is logprob_ids and return_logprobs is return_logsumexp is False
+        is top_logprobs is logprob_ids and return_logprobs is return_logsumexp is return_kept is False
     ):  # fmt: skip
         options |= {
             "bias": bias, "logit_scale": logit_scale, "soft_cap": soft_cap, "logit_bias": logit_bias,
@@ -199,7 +201,7 @@ def sample(
             "top_k": top_k, "top_p": top_p, "min_p": min_p, "joint_top_p": joint_top_p,
             "epsilon_cutoff": epsilon_cutoff, "top_n_sigma": top_n_sigma,
             "return_logprobs": return_logprobs, "top_logprobs": top_logprobs, "logprob_ids": logprob_ids,
-            "return_logsumexp": return_logsumexp,
+            "return_logsumexp": return_logsumexp, "return_kept": return_kept,
         }  # fmt: skip
     return draw(hidden_states, weight, temperature, seed, offset, num_samples, vocab_size, impl, tp, options)
 
@@ -269,6 +271,7 @@ def sample_from_logits(
     top_logprobs: int | None = None,
     logprob_ids: Any = None,  # (B, m)
     return_logsumexp: bool = False,
+    return_kept: bool = False,
     **unknown: "Never",
 ) -> SampleOutput:
     """Draws token ids from logits that are in memory: the tokens that ``sample`` draws from the LM head that made them.
@@ -317,7 +320,7 @@ def sample_from_logits(
         "top_k": top_k, "top_p": top_p, "min_p": min_p, "joint_top_p": joint_top_p,
         "epsilon_cutoff": epsilon_cutoff, "top_n_sigma": top_n_sigma,
         "return_logprobs": return_logprobs, "top_logprobs": top_logprobs, "logprob_ids": logprob_ids,
-        "return_logsumexp": return_logsumexp,
+        "return_logsumexp": return_logsumexp, "return_kept": return_kept,
     }  # fmt: skip
     params = parse_sampling_params(options, BatchShape(batch, vocab, tokens, logits.device, num_samples))
     inputs = SampleInputs(logits, logits, *rows, num_samples, tokens, params=params, logits=logits)

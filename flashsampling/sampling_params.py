@@ -116,6 +116,18 @@ class SamplingParams(NamedTuple):
         Param("Tensor?", None, "token_counts", per_row=True, is_hint=True),
     ] = None
 
+    counts_rows: Annotated[
+        Tensor | None,  # (B,) int64: each row's row of ``counts`` and ``seen``, in range; None: its own
+        Param("Tensor?", None, "token_counts", is_rank_local=True),
+    ] = None
+
+    scored_ids: Annotated[
+        Tensor | None,  # (B, m) int64: with ``logprobs`` the outputs are of these, not of drawn tokens; -1: of none
+        Param("Tensor?", None, "return_logprobs", per_row=True),
+    ] = None
+
+    kept_words: Annotated[int, Param("SymInt", parsers.parse_kept, "return_kept")] = 0  # of the mask; 0: not wanted
+
     def names(self) -> list[str]:
         """Returns the fields that differ from their defaults, hints apart."""
         return [
@@ -145,7 +157,11 @@ class SamplingParams(NamedTuple):
 
     def needs_raw_mass(self) -> bool:
         """Returns whether the log-sum-exp of the raw logits is needed."""
-        return self.logprobs or self.top_logprobs > 0 or self.logprob_ids is not None or self.logsumexp
+        return self.needs_records() or self.top_logprobs > 0 or self.logprob_ids is not None or self.logsumexp
+
+    def needs_records(self) -> bool:
+        """Returns whether the limits and masses of what filters keep are needed."""
+        return self.logprobs or self.kept_words > 0
 
     def needs_all_logits(self) -> bool:
         """Returns whether all processed logits of a row are needed, also those of tokens that no filter keeps: for
@@ -158,7 +174,7 @@ class SamplingParams(NamedTuple):
         or an epsilon cutoff that is not a share of what a top-k keeps."""
         of_top_k = isinstance(self.top_k, int) and 0 < self.top_k < vocab_size and not self.may_be_joint()
         _, by_top_p, _, by_epsilon, _ = self.filters()
-        return self.logprobs or (not of_top_k and (by_top_p or by_epsilon))
+        return self.needs_records() or (not of_top_k and (by_top_p or by_epsilon))
 
     def may_be_joint(self) -> bool:
         """Returns whether a row may have a top-k and a top-p that takes its share of all tokens."""
@@ -169,9 +185,17 @@ class SamplingParams(NamedTuple):
 
     def rows(self, first: int, last: int) -> "SamplingParams":
         """Returns the parameters of the rows [first, last)."""
-        names = (*ROW_FIELDS, *MATRIX_FIELDS, *_HINTS)
+        names = (*ROW_FIELDS, *MATRIX_FIELDS, *_HINTS, "counts_rows")
         some: dict[str, Any] = {name: x[first:last] for name in names if isinstance(x := getattr(self, name), Tensor)}
+        if self.counts_rows is not None:
+            some |= {"counts": self.counts, "seen": self.seen}
         return self._replace(**some)
+
+    def counts_of(self, rows: Tensor) -> Tensor | None:
+        """Returns (k, V) int32: a copy of the counts of rows (k,) of the batch; None without counts."""
+        if self.counts is None:
+            return None
+        return self.counts.index_select(0, rows if self.counts_rows is None else self.counts_rows.index_select(0, rows))
 
 
 DEFAULT_PARAMS = SamplingParams()  # compared by identity: a call without sampling parameters holds this very object
@@ -184,6 +208,7 @@ PARAMS: dict[str, Param] = {  # every field but the stream, which is no paramete
 ROW_FIELDS = tuple(name for name, param in PARAMS.items() if param.schema.startswith("row "))
 MATRIX_FIELDS = tuple(name for name, param in PARAMS.items() if param.per_row and not param.is_hint)
 FILTER_FIELDS = tuple(name for name, param in PARAMS.items() if param.is_filter)
+OUTPUT_FIELDS = ("logprobs", "top_logprobs", "logprob_ids", "logsumexp", "kept_words")
 HEAD_NUMBERS = tuple(name for name, param in PARAMS.items() if param.schema == "float")
 RANK_LOCAL_FIELDS = tuple(name for name, param in PARAMS.items() if param.is_rank_local)
 _HINTS = tuple(name for name, param in PARAMS.items() if param.is_hint)
@@ -215,6 +240,7 @@ class SamplingOptions(TypedDict, total=False):
     top_logprobs: int | None
     logprob_ids: Any  # (B, m)
     return_logsumexp: bool
+    return_kept: bool
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -284,7 +310,7 @@ def parse_sampling_params(
         if penalties:
             raise ValueError(f"token_counts must be given with {penalties[0]}")
     if not penalties:  # counts alone change no logit
-        fields = {name: value for name, value in fields.items() if name not in ("counts", "seen")}
+        fields = {name: value for name, value in fields.items() if name not in ("counts", "seen", "counts_rows")}
     if not fields:
         return DEFAULT_PARAMS
     # not SamplingParams(**fields): Dynamo takes that one's defaults for symbols with dynamic=True

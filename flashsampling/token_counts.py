@@ -1,7 +1,7 @@
 """``TokenCounts``: which tokens a request has seen and how often, on the device."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,14 @@ class Counted(NamedTuple):
 
     counts: Tensor  # (B, V) int32
     seen: Tensor | None  # (B, 8 ceil(V / 128)) uint8: ``SamplingParams.seen``
+
+
+class CountedSlots(NamedTuple):
+    """The counts that a step of ``RequestPool`` reads: those of some rows of a larger matrix."""
+
+    counts: Tensor  # (S, V) int32
+    seen: Tensor | None  # (S, 8 ceil(V / 128)) uint8
+    rows: Tensor  # (B,) int64: each row's row of both, in range
 
 
 def num_token_groups(vocab_size: int) -> int:
@@ -146,6 +154,10 @@ class TokenCounts:
                 raise ValueError(
                     f"token_ids must have a row for each of {len(chosen)} rows, got shape {tuple(token_ids.shape)}"
                 )
+        self.add_to_rows(ids, chosen)
+
+    def add_to_rows(self, ids: Tensor, chosen: Tensor | None) -> None:
+        """Counts tokens (B, n) of rows (B,) int64, all in range; None: the first B."""
         from .backends import runs_small_kernels  # imports this module
 
         if runs_small_kernels(self._counts) and type(ids) is Tensor and ids.device == self._counts.device:
@@ -174,6 +186,10 @@ class TokenCounts:
         """Notes which tokens have a count, after writes to ``counts``."""
         self._seen.copy_(_make_seen(self._counts))  # in place: CUDA graphs read this memory
         self._is_shared = False
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replaces the tensors by ``fn`` of them, such as a move to another device."""
+        self._counts, self._seen = fn(self._counts), fn(self._seen)
 
     def _matrix(self, given: Any, count: int) -> Tensor:
         """Returns (count, n) int64 on the device, -1 after a row's end."""

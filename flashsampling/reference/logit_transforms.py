@@ -74,7 +74,8 @@ def penalised(
     """Returns (B, V) logits after the penalties. No penalty, not even NaN, changes a token that has no count."""
     if params.counts is None:
         return logits
-    counts = params.counts[:, : logits.shape[1]]
+    counts = params.counts if params.counts_rows is None else params.counts.index_select(0, params.counts_rows)
+    counts = counts[:, : logits.shape[1]]
     repetition, frequency, presence = (
         column(value, logits.device)
         for value in (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
@@ -189,6 +190,28 @@ def kept_logprobs(
     if kept is not None:
         below = below.masked_fill(~kept, float("-inf"))
     return (below - below.logsumexp(dim=-1, keepdim=True)).float()
+
+
+def drawn_from(
+    logits: Tensor,  # (B, V), processed
+    temperature: Tensor,  # (B,) float32
+    kept: Tensor | None,  # (B, V) bool; None: all
+) -> Tensor:
+    """Returns (B, V) bool: the kept tokens that have a probability; of a greedy row, or one with an infinite logit, the
+    first of the highest."""
+    some = ~logits.isneginf() if kept is None else kept & ~logits.isneginf()
+    best = logits.amax(dim=-1, keepdim=True)
+    first = (logits == best).int().argmax(dim=-1, keepdim=True)
+    only = torch.zeros_like(some).scatter_(-1, first, True)
+    alone = (temperature < GREEDY_BELOW)[:, None] | best.isposinf()
+    return torch.where(alone, only, some)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Returns (B, ceil(V / 32)) int64 words, in the range of int32, of a mask (B, V) bool."""
+    bits = torch.nn.functional.pad(mask, (0, -mask.shape[1] % 32)).view(mask.shape[0], -1, 32).long()
+    words = (bits << torch.arange(32, device=mask.device)).sum(dim=-1)
+    return torch.where(words >= 2**31, words - 2**32, words)
 
 
 def ranks(

@@ -142,19 +142,27 @@ def outputs(
     step: SampleInputs,
 ) -> dict[str, Tensor]:
     """Returns all outputs by the names of ``SampleOutput``, (B, columns)."""
-    params, parts = step.params, {"token_ids": token_ids}
+    params, parts, drawn = step.params, {"token_ids": token_ids}, token_ids
+    token_ids = token_ids if params.scored_ids is None else params.scored_ids
     if params.logprobs or params.top_logprobs or params.logprob_ids is not None:
         raw_logprobs = logit_transforms.logprobs(logits.raw)
     if params.logprobs:
         processed = logit_transforms.kept_logprobs(logits.processed, step.rows().temperature, logits.kept)
         parts["logprobs"] = logit_transforms.at(raw_logprobs, token_ids)
-        parts["processed_logprobs"] = logit_transforms.at(processed, token_ids)
+        no_token = (drawn < 0).all(1, keepdim=True)
+        parts["processed_logprobs"] = logit_transforms.at(processed, token_ids).masked_fill(no_token, float("nan"))
         parts["ranks"] = logit_transforms.ranks(logits.raw, token_ids)
     if params.top_logprobs:
         parts["top_token_ids"] = logit_transforms.top(logits.raw, params.top_logprobs)
         parts["top_logprobs"] = logit_transforms.at(raw_logprobs, parts["top_token_ids"])
     if params.logprob_ids is not None:
         parts["given_logprobs"] = logit_transforms.at(raw_logprobs, params.logprob_ids)
+    if params.kept_words:
+        kept = logit_transforms.drawn_from(logits.processed, step.rows().temperature, logits.kept)
+        undefined = logit_transforms.has_undefined_filter(params, kept.device) | (drawn[:, 0] < 0)
+        kept = kept & ~undefined[:, None]
+        parts["kept_counts"] = kept.sum(1, keepdim=True)
+        parts["kept_mask"] = logit_transforms.pack_bits(kept)
     if params.logsumexp:
         parts["logsumexp"] = logits.raw.double().logsumexp(dim=-1, keepdim=True).float()
     return parts

@@ -17,6 +17,7 @@ from ..sampling import check_kind
 from ..sampling_params import (
     DEFAULT_PARAMS,
     MATRIX_FIELDS,
+    OUTPUT_FIELDS,
     ROW_FIELDS,
     SamplingOptions,
     SamplingParams,
@@ -105,9 +106,8 @@ class RequestParams(NamedTuple):
 
     def counts_at(self, nodes: Nodes, drafts: Drafts, vocab_size: int) -> Tensor | None:
         """Returns the token counts at some positions, which include the drafts before them."""
-        if self.params.counts is None:
-            return None
-        return drafts.counted(self.params.counts.index_select(0, nodes.request), nodes, vocab_size)
+        counts = self.params.counts_of(nodes.request)
+        return None if counts is None else drafts.counted(counts, nodes, vocab_size)
 
     def has_matrices(self) -> bool:
         """Returns whether a request may have parameters besides ``ROW_FIELDS``."""
@@ -127,7 +127,8 @@ class RequestParams(NamedTuple):
         per_request = {
             name: _select(getattr(params, name), request) for name in MATRIX_FIELDS if of_positions.get(name) is None
         }
-        return params._replace(**of_positions | per_request, seen=None)  # drafts add counts that it misses
+        # drafts add counts that ``seen`` misses
+        return params._replace(**of_positions | per_request, seen=None, counts_rows=None)
 
 
 def match(target: Target, given: DraftBatch, parameters: RequestParams, _: Tensor | None) -> VerifyOutput:
@@ -338,6 +339,6 @@ def parse_request_params(
         del options["token_mask"]
     params = parse_sampling_params(options, target.shape._replace(batch=batch), function)
     if params.needs_raw_mass():
-        outputs = [name for name in params.names() if name in ("logprobs", "top_logprobs", "logprob_ids", "logsumexp")]
+        outputs = [name for name in params.names() if name in OUTPUT_FIELDS]
         raise ValueError(f"{argument_names(outputs)} must be left out: verify returns token ids alone")
     return params, masks

@@ -99,7 +99,7 @@ OF_ONE = {
     "the list of a sampler": (
         lambda: _sampler()(STATES, temprature=0.5),
         TypeError,
-        ["did you mean temperature? forward takes hidden_states, temperature, num_samples, bias, "],
+        ["did you mean temperature? forward takes hidden_states, temperature, num_samples, slots, bias, "],
     ),
     "the list of a sampler's verify": (
         lambda: _sampler().verify(PLACES, IDS, temprature=0.5),

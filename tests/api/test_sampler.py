@@ -198,7 +198,7 @@ def test_exports_and_compiles_within_a_model(bare):
             out = other(x)
             assert type(out) is SampleOutput
             assert torch.equal(out.token_ids, expected)
-            assert torch.equal(other.sampler.offsets, model.sampler.offsets)
+            assert torch.equal(other.sampler.pool.offsets, model.sampler.offsets)
 
 
 def test_seeds_of_none_come_from_torch_s_generator():
@@ -275,7 +275,7 @@ class FirstRank(TensorParallel):
     def __init__(self, weight):
         self.first_token, self.last_token, self.impl = 0, weight.shape[0], "streaming"
         self.weight_shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
-        self.max_batch_size, self.max_num_samples = 8, 1
+        self.max_batch_size, self.max_num_samples, self.vocab_size = 8, 1, weight.shape[0]
 
     def broadcast(self, values, error=None, must_match=None):
         if error is not None:

@@ -41,6 +41,7 @@ ALL = {
     "epsilon_cutoff": 1e-4, "top_n_sigma": 2.5,
     "return_logprobs": True,
     "top_logprobs": 4, "logprob_ids": [[1, 2, 3]] * 3, "return_logsumexp": True,
+    "return_kept": True,
 }  # fmt: skip
 
 SCHEMA = (
@@ -142,7 +143,9 @@ def test_what_asks_for_nothing_is_nothing():
         assert asked_by(**request) is DEFAULT_PARAMS, request
     assert asked_by(top_k=torch.zeros(3, dtype=torch.int32)).names() == ["top_k"]  # what a tensor holds is not read
     assert asked_by(**ALL | {"bias": torch.zeros(72)}).names() == [
-        name for name in SamplingParams._fields if name not in ("stream", "dense_bias", "seen")
+        name
+        for name in SamplingParams._fields
+        if name not in ("stream", "dense_bias", "seen", "counts_rows", "scored_ids")
     ]
     assert asked_by(logit_bias=torch.zeros(70)).names() == ["dense_bias"]
 
@@ -262,8 +265,8 @@ def test_what_comes_back():
     assert [field.name for field in fields(SampleOutput) if getattr(plain, field.name) is not None] == ["token_ids"]
     out = sample(STATES, WEIGHT, seed=SEEDS, **ALL)
     flat = {"token_ids", "logprobs", "processed_logprobs", "ranks"}
-    shapes: dict[str, tuple[int, ...]] = {name: (3,) for name in flat | {"logsumexp"}}
-    shapes |= {"top_token_ids": (3, 4), "top_logprobs": (3, 4), "given_logprobs": (3, 3)}
+    shapes: dict[str, tuple[int, ...]] = {name: (3,) for name in flat | {"logsumexp", "kept_counts"}}
+    shapes |= {"top_token_ids": (3, 4), "top_logprobs": (3, 4), "given_logprobs": (3, 3), "kept_mask": (3, 3)}
     assert {field.name: tuple(getattr(out, field.name).shape) for field in fields(SampleOutput)} == shapes
     several = sample(STATES, WEIGHT, seed=SEEDS, num_samples=5, **ALL)
     shapes |= {name: (3, 5) for name in flat}

@@ -33,6 +33,7 @@ LENGTHS = {  # page -> greatest number of lines
     "docs/design.md": 200,
     "docs/glossary.md": 50,
     "docs/kernels.md": 200,
+    "docs/rollouts.md": 120,
     "docs/sglang.md": 80,
     "docs/speculative.md": 90,
     "docs/tensor_parallel.md": 150,
@@ -260,7 +261,7 @@ LAYERS = (  # a module imports, when it is imported, nothing of a later layer
     {"inputs", "outputs", "backends"},
     {"reference", "kernels"},
     {"ops", "sampling"},
-    {"speculative", "sampler", "warmup"},
+    {"speculative", "sampler", "warmup", "request_pool", "scoring"},
     {"tensor_parallel", "integrations"},
 )
 

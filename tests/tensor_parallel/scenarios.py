@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -328,6 +328,64 @@ def two_at_once(rank: Rank) -> None:
         torch.cuda.synchronize()
     for tokens, problem in outs:
         assert torch.equal(tokens, problem.sample(rank.impl))
+
+
+def scored(rank: Rank, problem: Any, tp: Any, shard: Tensor) -> None:
+    """``score``: bits of one rank's numbers; gradients, which are sums over the ranks."""
+    ids = torch.randint(-1, 600, (6, 2), generator=torch.Generator().manual_seed(6)).to(rank.device)
+    first, last = tp.first_token, tp.first_token + len(shard)
+    found: list[Tensor] = []
+    expected: list[Tensor] = []
+    for weight, group, out in ((shard, tp, found), (problem.weight, None, expected)):
+        states, weight = (x.detach().clone().requires_grad_() for x in (problem.hidden_states, weight))
+        options: dict[str, Any] = {"top_k": 9, "top_logprobs": 2, "tp": group, "return_entropy": True}
+        numbers = flashsampling.score(states, weight, ids, impl=None if group else rank.impl, **options)
+        assert numbers.entropy is not None
+        loss = (torch.where(numbers.ranks < 0, 0.0, numbers.logprobs).sum(1) + 2 * numbers.logsumexp).sum()
+        out += [*vars(numbers).values(), *torch.autograd.grad(loss + numbers.entropy.sum(), (states, weight))]
+    *mine, of_states, of_shard = found
+    *right, of_states_then, of_weight = expected
+    interpreted = rank.impl == "triton" and rank.device.type == "cpu"  # numpy's products depend on the shard's shape
+    for number, other, field in zip(mine, right, fields(flashsampling.ScoreOutput)):
+        error = 1e-4 if interpreted or field.name == "entropy" else 0.0
+        torch.testing.assert_close(number, other, atol=error, rtol=error, equal_nan=True)
+    close = {"atol": 1e-2, "rtol": 1e-2} if of_states.dtype != torch.float32 else {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close(of_states, of_states_then, **close)
+    torch.testing.assert_close(of_shard, of_weight[first:last], **close)
+
+
+def slots_and_scores(rank: Rank) -> None:
+    """Slots of a pool, scores and kept sets are those of one rank."""
+    problem = rank.problem(6, 600, 64)
+    tp, shard = rank.group(problem.weight)
+    sampler = LMHeadSampler(shard, max_batch_size=6, tp=tp, impl=rank.impl)
+    one = LMHeadSampler(problem.weight, max_batch_size=6, impl=rank.impl)
+    with pytest.raises(ValueError, match="seed must be given with tp"):
+        sampler.pool.admit(0)
+    mask = torch.full((-(-600 // 32),), 0x5A5A5A5A, dtype=torch.int32, device="cpu")
+    for each in (sampler, one):
+        each.pool.admit([0, 4], seed=[7, 8], temperature=[0.7, 1.5], top_p=[0.9, 1.0], repetition_penalty=[1.0, 1.4])
+        each.pool.admit(2, seed=9, token_mask=mask, logit_bias=([[3, 599]], [[1.0, 2.0]]))
+    for slots in ([4, -1, 0, 2], [2, 4, -1, -1], [0, 2, 4, -1]):
+        states = problem.hidden_states[: len(slots)]
+        on_device = torch.tensor(slots, device=rank.device)
+        expected = one(states, slots=on_device).token_ids
+        assert torch.equal(sampler(states, slots=on_device).token_ids, expected)
+        assert torch.equal(sampler.offsets, one.offsets)
+        assert torch.equal(sampler.pool.counts.counts, one.pool.counts.counts)
+    drafts = torch.randint(0, 600, (2, 2), generator=torch.Generator().manual_seed(5)).to(rank.device)
+    positions = problem.hidden_states.view(2, 3, 64)
+    expected = one.verify(positions, drafts, slots=[4, 0]).token_ids
+    assert torch.equal(sampler.verify(positions, drafts, slots=[4, 0]).token_ids, expected)
+    scored(rank, problem, tp, shard)
+    kept = [
+        flashsampling.sample(problem.hidden_states, weight, seed=rows, top_p=0.8, return_kept=True, **where)
+        for rows in (torch.arange(6, device=rank.device),)
+        for weight, where in ((shard, {"tp": tp}), (problem.weight, {"impl": rank.impl}))
+    ]
+    assert kept[0].kept_mask is not None
+    assert torch.equal(kept[0].kept_mask, kept[1].kept_mask)
+    assert torch.equal(kept[0].kept_counts, kept[1].kept_counts)
 
 
 def rejection(rank: Rank) -> None:

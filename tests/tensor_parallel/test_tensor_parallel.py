@@ -42,6 +42,7 @@ Kind: TypeAlias = tuple[int, str, str]  # world size, implementation, transport
 ON_CPU: dict[Kind, list[str]] = {
     (2, "streaming", "gloo"): [
         *("disagreements", "memory_that_cannot_be_mapped", "generate", "two_at_once", "one_request"),
+        "slots_and_scores",
         *("requests_of_a_sampler", "parameters_of_the_first_rank", "steps_that_a_compiler_could_drop"),
         *("messages_of_others", "surroundings", "device_mesh"),
     ],

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_type_hints
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
+from ...sampling_params import HEAD_NUMBERS
 from . import workspace_layout
 from .config import TILE_V, Features
 from .memory import global_pointer
@@ -84,29 +85,32 @@ class Arguments(NamedTuple):
         return workspace_layout.infinite(slot, Int64(self.batch))
 
 
-class TransformArguments(NamedTuple):
-    """Operands of ``logit_transforms``, for a kernel with ``Features.transforms``, of a whole vocabulary. Addresses are
-    of float32 unless noted; 0: none."""
-
-    any: Int32  # 0: no transform
-    bias: Int64  # of (V,)
-    logit_scale: Float32
-    soft_cap: Float32  # 0: none
-    dense_bias: Int64  # of (V,)
-    sparse_bias: Int64  # of (B, tiles + n) int64, see ``kernels.triton.filtered.sparse_bias``
-    sparse_bias_stride: Int64  # of its rows, in bytes
-    counts: Int64  # of (B, V) int32: see ``inputs.SamplingParams.counts``
-    counts_stride: Int64  # of its rows, in bytes
-    nonzero_mask: Int64  # of (B, 8 ceil(V / 128)) uint8: ``inputs.SamplingParams.seen``; 0: every count is read
-    nonzero_mask_stride: Int64  # of its rows, in bytes
-    repetition: Int64  # of (B,), or 0: repetition_value; the others alike
-    repetition_value: Float32
-    frequency: Int64
-    frequency_value: Float32
-    presence: Int64
-    presence_value: Float32
-    token_mask: Int64  # of (B, ceil(V / 32)) int32
-    mask_stride: Int64  # of its rows, in bytes
+# Operands of ``logit_transforms``, for a kernel with ``Features.transforms``, of a whole vocabulary. Addresses are of
+# float32 unless noted; 0: none.
+TransformArguments = NamedTuple(  # type: ignore[misc]
+    "TransformArguments",
+    [
+        ("any", Int32),  # 0: no transform
+        ("bias", Int64),  # of (V,)
+        *((name, Float32) for name in HEAD_NUMBERS),
+        ("dense_bias", Int64),  # of (V,)
+        ("sparse_bias", Int64),  # of (B, tiles + n) int64, see ``kernels.triton.filtered.sparse_bias``
+        ("sparse_bias_stride", Int64),  # of its rows, in bytes
+        ("counts", Int64),  # of (B, V) int32: ``SamplingParams.counts``
+        ("counts_stride", Int64),  # of its rows, in bytes
+        ("nonzero_mask", Int64),  # of (B, 8 ceil(V / 128)) uint8: ``SamplingParams.seen``; 0: every count is read
+        ("nonzero_mask_stride", Int64),  # of its rows, in bytes
+        ("repetition", Int64),  # of (B,), or 0: repetition_value; the others alike
+        ("repetition_value", Float32),
+        ("frequency", Int64),
+        ("frequency_value", Float32),
+        ("presence", Int64),
+        ("presence_value", Float32),
+        ("token_mask", Int64),  # of (B, ceil(V / 32)) int32
+        ("mask_stride", Int64),  # of its rows, in bytes
+        ("counts_rows", Int64),  # of (B,) int64: each row's row of ``counts`` and ``nonzero_mask``; 0: its own
+    ],
+)
 
 
 class Outputs(NamedTuple):

@@ -129,6 +129,7 @@ def transform_arguments(
         *row_argument(params.presence_penalty),
         mask and mask + base // 8,
         mask_stride,
+        _address(params.counts_rows),
     )
     return transforms, (of_counts, of_mask, bias, sparse_bias)
 

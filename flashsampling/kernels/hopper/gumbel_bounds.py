@@ -16,6 +16,7 @@ from . import noise, ptx
 from .arguments import Arguments, TransformArguments, Walk
 from .config import TILE_V, TileConfig
 from .fragments import Fragments
+from .logit_transforms import counts_row
 from .memory import global_pointer
 from .shared_memory import NOISE_THREADS, Shared
 
@@ -222,9 +223,8 @@ class GumbelBounds:
         for c in range_constexpr(2):
             of_row = Uint64(0)
             if (first_row + c < args.batch) & (part < parts):
-                of_row = global_pointer(
-                    Uint64, params.nonzero_mask + Int64(first_row + c) * params.nonzero_mask_stride + Int64(tile) * 8
-                ).load()
+                marks = params.nonzero_mask + counts_row(params, first_row + c) * params.nonzero_mask_stride
+                of_row = global_pointer(Uint64, marks + Int64(tile) * 8).load()
             flags += [of_row & own]
         some = flags[0] | flags[1]
         while some != Uint64(0):
@@ -233,7 +233,7 @@ class GumbelBounds:
             some = some & ~(Uint64(0xFF) << Uint64(8 * group))
             masks = []
             for c in range_constexpr(2):
-                row = Int64(cutlass.min(first_row + c, args.batch - 1))
+                row = counts_row(params, cutlass.min(first_row + c, args.batch - 1))
                 counts = []
                 for n in range_constexpr(16):
                     token = cutlass.min(tile * TILE_V + 16 * group + n, args.end - 1)

@@ -62,7 +62,7 @@ class LogitTransforms:
         if self._reads_all_counts(args, params):
             lines = TILE_V * 4 // _LINE
             for place in cutlass.range(thread, rows * lines, CONSUMER_THREADS, unroll=1):
-                row = params.counts + Int64(walk.first_row + place // lines) * params.counts_stride
+                row = params.counts + counts_row(params, walk.first_row + place // lines) * params.counts_stride
                 token = cutlass.min(first + place % lines * (_LINE // 4), args.end - 1)
                 ptx.prefetch(row + Int64(token) * 4)
 
@@ -168,7 +168,8 @@ class LogitTransforms:
     def _penalize_all(self, args, params, logits, tokens, first_row):
         counts = cute.make_rmem_tensor(4 * self.blocks * self.halves, Int32)
         for at, (c, _, j, _, n) in enumerate(self._logit_indices()):
-            address = params.counts + Int64(cutlass.min(first_row + 8 * j + c, args.batch - 1)) * params.counts_stride
+            of_counts = counts_row(params, cutlass.min(first_row + 8 * j + c, args.batch - 1))
+            address = params.counts + of_counts * params.counts_stride
             counts[at] = global_pointer(Int32, address + Int64(tokens[n]) * 4).load()
         for j in range_constexpr(self.blocks):
             some = Int32(0)
@@ -330,7 +331,8 @@ class LogitTransforms:
             column, row, block, half = i & 1, i >> 1, w // self.halves, w % self.halves
             batch_row = cutlass.min(first_row + 8 * block + column, args.batch - 1)
             token = cutlass.min(token0 + 8 * row + 64 * half, args.end - 1)
-            count = ptx.load_if(params.counts + Int64(batch_row) * params.counts_stride + Int64(token) * 4, there)
+            of_row = params.counts + counts_row(params, batch_row) * params.counts_stride
+            count = ptx.load_if(of_row + Int64(token) * 4, there)
             repetition = _row_param(params.repetition, params.repetition_value, batch_row)
             frequency = _row_param(params.frequency, params.frequency_value, batch_row)
             presence = _row_param(params.presence, params.presence_value, batch_row)
@@ -439,6 +441,15 @@ def _entry_count(info) -> Uint32:
 def _first_entry(info) -> Int32:
     """Returns the index of a tile's first entry, behind the words of all tiles."""
     return Int32(info >> Uint32(18))
+
+
+@cute.jit
+def counts_row(params: TransformArguments, row) -> Int64:
+    """Returns a row's row of counts."""
+    found = Int64(row)
+    if params.counts_rows != Int64(0):
+        found = global_pointer(Int64, params.counts_rows + Int64(row) * 8).load()
+    return found
 
 
 @cute.jit

@@ -224,3 +224,16 @@ def test_a_graph_counts_on():
         assert torch.equal(drawn, draw(other))
     assert all(len(set(row.tolist())) == 5 for row in torch.stack(rounds, 1))  # no token twice
     assert torch.equal(state.counts, other.counts)
+
+
+@pytest.mark.parametrize("share", [0.05, 1.0])
+@pytest.mark.parametrize("marks", [False, True])
+def test_counts_of_other_rows(share, marks):
+    """Rows of counts lie anywhere in a larger matrix, as those of a ``RequestPool`` do."""
+    step, params = make_step(BATCH, 1000), thinned(everything(BATCH, 1000)["everything"], share)
+    assert params.counts is not None
+    rows = torch.randperm(2 * BATCH, device=DEVICE)[:BATCH]
+    counts = torch.full((2 * BATCH, 1000), 7, dtype=torch.int32, device=DEVICE).index_copy(0, rows, params.counts)
+    apart = params._replace(counts=counts, counts_rows=rows)
+    expected = left_and_drawn(step, known(params) if marks else params)
+    assert_same(left_and_drawn(step, known(apart) if marks else apart), expected, "rows")

@@ -37,7 +37,7 @@ if case == "everything":
         bias=torch.zeros(vocab), logit_scale=2.0, soft_cap=30.0, dense_bias=torch.zeros(vocab), bias_ids=ints(2, 20),
         bias_values=torch.zeros(2, 20), counts=ints(2, vocab), repetition_penalty=1.2,
         token_mask=ints(2, -(-vocab // 32)), logprobs=True, top_logprobs=5, logprob_ids=ints(2, 7, dtype=torch.int64),
-        logsumexp=True,
+        logsumexp=True, kept_words=-(-vocab // 32),
     )
 dispatch._pdl = lambda device, config: config.pdl and capability >= 90
 values = torch.empty(2, vocab, dtype=dtype)

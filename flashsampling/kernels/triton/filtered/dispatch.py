@@ -37,6 +37,7 @@ from ..jit import compiling, only_compiles
 from .block_stats_kernel import StatsOutputs, block_stats_kernel
 from .draw import Draws
 from .filtered_sample_kernel import filtered_sample_kernel
+from .kept_kernel import kept_kernel
 from .logit_source import StoredLogits
 from .logprobs_kernel import LogprobOutputs, logprobs_kernel
 from .transforms import Filters, HeadTransform, RequestTransforms, Rows
@@ -128,7 +129,7 @@ def _address(tensor: Tensor | None) -> int:
 
 def head_transform(params: SamplingParams) -> HeadTransform:
     """Returns the LM head's transform as kernels take it."""
-    return HeadTransform(_address(params.bias), *map(float, head_numbers(params)))
+    return HeadTransform(_address(params.bias), *map(float, head_numbers(params)))  # type: ignore[call-arg]
 
 
 _NO_HEAD_TRANSFORM = head_transform(DEFAULT_PARAMS)
@@ -147,6 +148,7 @@ def request_transforms(params: SamplingParams) -> tuple[RequestTransforms, tuple
         _address(params.dense_bias), _address(ids), _address(values), count, stride(ids), stride(values),
         _address(counts), stride(counts), _address(mask), stride(mask), *row_argument(params.repetition_penalty),
         *row_argument(params.frequency_penalty), *row_argument(params.presence_penalty),
+        _address(params.counts_rows),
     )  # fmt: skip
     return transforms, (ids, values, counts, mask)
 
@@ -193,6 +195,7 @@ def run(step: SampleInputs, config: Config = CONFIG, records: Records | None = N
     return run_with_processed(step, config, records)[0]
 
 
+_WORDS = 64  # of a kept set, at a time
 _compiled: set[tuple[Any, ...]] = set()  # kinds of steps whose kernels exist
 
 
@@ -219,7 +222,7 @@ def _run(step: SampleInputs, config: Config, records: Records | None) -> tuple[S
     head = head_transform(params)
     transforms, _held = request_transforms(params)
     has_head, changes = changes_logits(head, transforms)
-    wants_raw, wants_record = params.needs_raw_mass(), params.logprobs or records is not None
+    wants_raw, wants_record = params.needs_raw_mass(), params.needs_records() or records is not None
     stride = -(-vocab_size // 4) * 4
     sizes = [
         2 * batch * step.num_samples * tiles,
@@ -312,7 +315,8 @@ def _launch_rows(launches: _Launches, records: Records | None) -> SampleResult:
     places = layout(batch, num_samples, params)
     ids = torch.empty(places.num_ids, dtype=torch.int64, device=device)
     values = torch.empty(places.num_values, dtype=torch.float32, device=device) if wants_raw else None
-    if records is None and params.logprobs:
+    scored = params.scored_ids if params.scored_ids is None else params.scored_ids.contiguous()
+    if records is None and params.needs_records():
         records = empty_records(batch, device)
     limits_at, masses_at = (0, 0) if records is None else (_address(records.limits), _address(records.masses))
     pdl = _pdl(device, config)
@@ -341,10 +345,19 @@ def _launch_rows(launches: _Launches, records: Records | None) -> SampleResult:
         address(values, "logprobs"), address(values, "processed_logprobs"), address(ids, "ranks"),
         address(ids, "top_token_ids"), address(values, "top_logprobs"), params.top_logprobs, _address(given),
         0 if given is None else given.stride(0), address(values, "given_logprobs"),
-        0 if given is None else given.shape[1], address(values, "logsumexp"), num_samples, masses_at,
+        0 if given is None else given.shape[1], address(values, "logsumexp"),
+        num_samples if scored is None else scored.shape[1], limits_at, masses_at,
     )  # fmt: skip
     logprobs_kernel[(batch, 2)](
-        raw_logits, raw_stored, logits, stored, rows, outputs, candidates, capacity, lists, ids,
+        raw_logits, raw_stored, logits, stored, rows, outputs, candidates, capacity, lists,
+        ids if scored is None else scored,
         WIDTH=config.width, GATHERED=config.gathered, TILE=config.tile, **options,
     )  # fmt: skip
+    if params.kept_words:
+        assert records is not None
+        counts, words = (ids[places.ids[name].first :] for name in ("kept_counts", "kept_mask"))
+        kept_kernel[(batch,)](
+            logits, stored, rows, *records, counts, words, params.kept_words,
+            WORDS=_WORDS, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
     return SampleResult(ids, values)

@@ -12,7 +12,22 @@ from triton.language.extra.cuda import gdc_wait
 from ..jit import jit
 from .candidates import column_maxima, gather, list_blocks, sum_masses, top_k_cutoff
 from .logit_source import StoredLogits, load_blocks, load_token, load_tokens, source_of
-from .order import LN2, LOG2E, MINUS_INF, NAN, PLUS_INF, below, count_blocks, key_of, mass_scale, token_of, value_of
+from .order import (
+    LN2,
+    LOG2E,
+    MINUS_INF,
+    NAN,
+    PLUS_INF,
+    below,
+    count_blocks,
+    key_of,
+    mass_of,
+    mass_scale,
+    reaches,
+    sort_key,
+    token_of,
+    value_of,
+)
 from .prefix import ABOVE_ALL, BELOW_ALL, Tokens, load_tile, logits_of
 from .transforms import Rows, aligned_pointer_to, load_f32, pointer_to
 
@@ -20,9 +35,9 @@ from .transforms import Rows, aligned_pointer_to, load_f32, pointer_to
 class LogprobOutputs(NamedTuple):
     """Addresses of the outputs, or 0: not wanted."""
 
-    logprobs_at: int  # (B, num_samples) float32
-    processed_at: int  # (B, num_samples) float32
-    ranks_at: int  # (B, num_samples) int64
+    logprobs_at: int  # (B, num_tokens) float32
+    processed_at: int  # (B, num_tokens) float32
+    ranks_at: int  # (B, num_tokens) int64
     top_ids_at: int  # (B, num_top) int64
     top_logprobs_at: int  # (B, num_top) float32
     num_top: int
@@ -31,8 +46,9 @@ class LogprobOutputs(NamedTuple):
     given_at: int  # (B, num_given) float32
     num_given: int
     lse_at: int  # (B,) float32
-    num_samples: int
-    masses_at: int  # (B, 4) float32, input: ``write_record``
+    num_tokens: int  # per row, whose log-probabilities are wanted
+    limits_at: int  # (B,) int64, input: ``write_record``
+    masses_at: int  # (B, 4) float32, input
 
 
 @jit
@@ -58,18 +74,26 @@ def _write_drawn(
     raw, processed, blocks, raw_highest, lse, outputs, ids_ptr, row, temperature, list_ptr,
     WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes both log-probabilities and the rank of each drawn token; NaN and -1 for no token."""
+    """Writes both log-probabilities and the rank of each token; NaN and -1 for no token."""
     record = pointer_to(outputs.masses_at, tl.float32) + row * 4
-    kept_mass, top = tl.load(record + 1), tl.load(record + 2)
+    least, kept_mass, top = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    only_token = tl.load(record + 3).to(tl.int32, bitcast=True)
+    limit = tl.load(pointer_to(outputs.limits_at, tl.int64) + row)
     scale = mass_scale(temperature)
-    for draw in range(outputs.num_samples):
-        place = row * outputs.num_samples + draw
+    for number in range(outputs.num_tokens):
+        place = row * outputs.num_tokens + number
         token = tl.load(ids_ptr + place)
         x, y = load_token(raw, token.to(tl.int32)), load_token(processed, token.to(tl.int32))
         there = token >= 0
         logprob = tl.where(raw_highest == NAN, lse, x - lse)
         exponent = tl.where(y == top, 0.0, below(y, top, scale))
+        kept = (sort_key(key_of(y), token.to(tl.int32)) >= limit) & reaches(
+            y, mass_of(y, top, scale), least, top, scale
+        )
+        kept = tl.where(top == float("inf"), token == only_token, kept)
         of_kept = tl.where(top == float("inf"), 0.0, (exponent - tl.log2(kept_mass)) * LN2)
+        of_kept = tl.where(kept, of_kept, float("-inf"))
+        of_kept = tl.where(kept_mass != kept_mass, float("nan"), of_kept)  # of a row without a token
         higher = tl.minimum(key_of(x), PLUS_INF) + 1  # a NaN's key has no successor
         listed = list_blocks(raw.block_keys, tl.where(there, blocks, 0), higher, list_ptr, WIDTH)
         rank = 1 + _count_higher(raw, x, list_ptr, listed, BLOCKS).to(tl.int64)
@@ -145,7 +169,7 @@ def logprobs_kernel(
     candidates_ptr,  # (B, capacity) int64, scratch
     capacity: tl.int32,
     list_ptr,  # (2, B, blocks) int32, scratch
-    ids_ptr,  # (B, num_samples) int64: drawn tokens
+    ids_ptr,  # (B, num_tokens) int64: drawn tokens, or those to score
     WIDTH: tl.constexpr,
     GATHERED: tl.constexpr,
     TILE: tl.constexpr,

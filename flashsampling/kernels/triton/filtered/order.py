@@ -130,8 +130,8 @@ def _smallest():
 
 @jit
 def mass_scale(temperature):
-    """Returns the base-2 exponent of a mass per unit of logit. It is never 0, so that -inf stays -inf. Masses of a greedy
-    row are at temperature 1."""
+    """Returns the base-2 exponent of a mass per unit of logit. It is never 0, so that -inf stays -inf. Masses of a
+    greedy row are at temperature 1."""
     inverse = 1.0 / tl.where(temperature < GREEDY_BELOW, 1.0, temperature)
     return tl.maximum(inverse * LOG2E, _smallest())
 

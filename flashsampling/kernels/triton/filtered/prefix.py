@@ -195,7 +195,7 @@ def sigma_cutoff(source, highest, sigmas, TILE: tl.constexpr):
 
 @jit
 def nucleus_target(top_p, whole):
-    """Returns the mass that a nucleus has to reach, of a whole, both in fixed point: at least one token, at most all."""
+    """Returns the mass that a nucleus has to reach, of a whole, both in fixed point: at least a token, at most all."""
     wanted = tl.ceil(tl.maximum(top_p, 1e-30).to(tl.float64) * whole.to(tl.float64)).to(tl.int64)
     return tl.maximum(tl.minimum(wanted, whole), 1)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
+from ....sampling_params import HEAD_NUMBERS
 from ..jit import jit
 from .order import LOG2E, exp2
 
@@ -44,12 +45,10 @@ class Filters(NamedTuple):
     sigmas: float
 
 
-class HeadTransform(NamedTuple):
-    """The LM head's transform of a logit: bias, scale, soft cap."""
-
-    bias_at: int  # (V,) float32, or 0
-    logit_scale: float
-    soft_cap: float  # 0: none
+# The LM head's transform of a logit: the address of its bias (V,) float32, or 0; numbers
+HeadTransform = NamedTuple(  # type: ignore[misc]
+    "HeadTransform", [("bias_at", int), *((name, float) for name in HEAD_NUMBERS)]
+)
 
 
 class RequestTransforms(NamedTuple):
@@ -71,6 +70,7 @@ class RequestTransforms(NamedTuple):
     frequency: float
     presence_at: int
     presence: float
+    counts_rows_at: int  # (B,) int64: each row's row of counts, or 0
 
 
 class RowFilters(NamedTuple):
@@ -244,7 +244,8 @@ def processed_logits(transforms, row, raw, tokens, live, first, last):
         repetition = load_f32(transforms.repetition_at, transforms.repetition, row)
         frequency = load_f32(transforms.frequency_at, transforms.frequency, row)
         presence = load_f32(transforms.presence_at, transforms.presence, row)
-        pointer = _vector(transforms.counts_at, row, transforms.counts_stride)
+        counts_row = load_i64(transforms.counts_rows_at, row, row)
+        pointer = _vector(transforms.counts_at, counts_row, transforms.counts_stride)
         penalized = ()
         for i in tl.static_range(len(raw)):
             x = logits[i]
