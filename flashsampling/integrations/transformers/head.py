@@ -31,7 +31,7 @@ class Transform(NamedTuple):
 
 
 class HeadInput(NamedTuple):
-    """What the LM head was given at each row's last positions, and what the model does to its output."""
+    """The input of the LM head at each row's last positions, and the transform of its output."""
 
     hidden_states: Tensor  # (B, positions, D)
     transform: Transform
