@@ -91,12 +91,12 @@ def _send(descriptor: int, rank: int, to: int, address: str) -> bool:
         connection.setblocking(False)
         try:
             connection.connect(address)
-        except (ConnectionRefusedError, BlockingIOError):
+            if _user(connection) != os.getuid():
+                users = f"a process of user {_user(connection)}, and this is user {os.getuid()}"
+                raise RuntimeError(f"rank {to} is {users}: ranks must run as one user")
+            socket.send_fds(connection, [str(rank).encode()], [descriptor])
+        except (ConnectionError, BlockingIOError):  # it may close its socket at any time
             return False
-        if _user(connection) != os.getuid():
-            users = f"a process of user {_user(connection)}, and this is user {os.getuid()}"
-            raise RuntimeError(f"rank {to} is {users}: ranks must run as one user")
-        socket.send_fds(connection, [str(rank).encode()], [descriptor])
     return True
 
 

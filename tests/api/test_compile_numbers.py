@@ -46,7 +46,7 @@ LARGE = ("temperature", "soft_cap", "repetition_penalty", "frequency_penalty")  
 OTHERS = {
     *("hidden_states", "weight", "logits", "target_logits", "draft_token_ids", "cu_draft_lengths", "parents", "method"),
     *("draft_probs", "impl", "tp", "bias", "logit_bias", "token_counts", "token_mask", "joint_top_p"),
-    *("return_logprobs", "logprob_ids", "return_logsumexp", "return_kept"),
+    *("return_logprobs", "logprob_ids", "return_logsumexp", "return_kept", "slots"),
 }
 torch.manual_seed(0)
 WEIGHT, STATES = torch.randn(VOCAB, DIM), torch.randn(BATCH, DIM)

@@ -443,13 +443,10 @@ def _first_entry(info) -> Int32:
     return Int32(info >> Uint32(18))
 
 
-@cute.jit
 def counts_row(params: TransformArguments, row) -> Int64:
-    """Returns a row's row of counts."""
-    found = Int64(row)
-    if params.counts_rows != Int64(0):
-        found = global_pointer(Int64, params.counts_rows + Int64(row) * 8).load()
-    return found
+    """Returns a row's row of counts. Row numbers have 31 bits: the low word of an int64 is loaded."""
+    there = params.counts_rows != Int64(0)
+    return Int64(select_(there, ptx.load_if(params.counts_rows + Int64(row) * 8, there), Int32(row)))
 
 
 @cute.jit

@@ -171,11 +171,11 @@ def warm_up_that_fails(rank, chosen):
     """On rank 1, in the middle: all ranks say so, and go vLLM's way if they may."""
     group, calls, real = dist.new_group(), [], ops.sample_sharded  # whose connections a time-out closes
 
-    def fails(*args):
+    def fails(*args, **named):
         calls.append(1)
         if rank == 1 and len(calls) == 3:
             raise MemoryError("no room")
-        return real(*args)
+        return real(*args, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         # as long do others wait
