@@ -276,11 +276,11 @@ class Rendezvous:
         while True:
             began = time.monotonic()
             failed = None if excused else self._failure(number, failure)
+            need_not_come = excused() if excused else ()  # before values are read: a rank posts its value, then leaves
             for rank in range(self.ranks):
                 key = f"{number}/{rank}"
                 if rank not in posts and (value := self.store.get(key)) is not None:
                     posts[rank] = self.decode(key, _parse_post, value)
-            need_not_come = excused() if excused else ()
             missing = [rank for rank in range(self.ranks) if rank not in posts and rank not in need_not_come]
             if not missing:  # not even a failure counts then, which a faster rank may have declared since
                 return posts

@@ -369,6 +369,22 @@ def test_who_holds_the_store_leaves_last(monkeypatch):
     assert 0.2 <= time.monotonic() - started < SOON
 
 
+def test_a_rank_that_closes_between_two_looks_has_come(monkeypatch):
+    """It leaves as soon as it has posted, and need not come then: its value counts all the same."""
+    meet = Rendezvous(HashStore, 0, 2, 20.0)
+    get = meet.store.get
+
+    def look(key):
+        value = get(key)
+        if key == "0/1" and value is None:
+            meet.store.set("0/1", to_text(("closing", True)))
+            meet.store.set("left/1", "1")
+        return value
+
+    monkeypatch.setattr(meet.store, "get", look)
+    assert meet.close(True, lambda: None)
+
+
 # -- all-gathers that other ranks wait for
 
 
