@@ -308,7 +308,7 @@ class LMHeadSampler(nn.Module):
             temperature: one number, or (B,); None is the rows' default. Not with ``slots``.
             slots: (B,) int32 or int64: each row's slot of ``pool``, -1 for padding. Parameters of the call replace
                 those of the requests.
-            num_samples, bias, logit_scale, ..., return_logsumexp: as in ``flashsampling.sample``; ``bias`` only if the
+            num_samples, bias, logit_scale, ..., return_kept: as in ``flashsampling.sample``; ``bias`` only if the
                 LM head has none.
 
         Returns:

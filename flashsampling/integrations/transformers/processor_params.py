@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...param_parsers import MAX_BIASED, BatchShape
+from ...reference.logit_transforms import pack_bits
 from ...sampling_params import PENALTIES, ROW_FIELDS, SamplingOptions, parse_sampling_params, unexpected_argument
 from ...token_counts import TokenCounts
 from .processors import ProcessorParams, TokenRule
@@ -151,8 +152,7 @@ class StepParams:
                 if rule.forced:
                     allowed[:] = False
                 allowed[[token for token in rule.ids if 0 <= token < self.vocab_size]] = rule.forced
-            words = (allowed.view(-1, 32).long() << torch.arange(32)).sum(dim=1)
-            self._masks[active] = _int32(words).to(self.device)
+            self._masks[active] = pack_bits(allowed[None])[0].to(self.device, torch.int32)
         return self._masks[active]  # type: ignore[no-any-return]
 
     def _new(self, input_ids: Tensor, size: int) -> Tensor:
