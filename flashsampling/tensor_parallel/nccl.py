@@ -2,7 +2,8 @@
 memory.
 
 A step is device work in stream order and can be captured: count the step, write the header, all-gather whole messages,
-compare headers. If headers differ or the group has failed, tokens are -1, in this and every later step and replay.
+compare headers. If headers differ or the group has failed, tokens are -1, in this and every later step and replay. The
+device reads the host's word that the group has failed: on a host that runs ahead, earlier steps may give -1 too.
 
 Logits of filtered rows go by a second communicator, which only this module uses, in bulk messages of one size: NCCL
 does not take messages of different sizes from ranks in different steps. A filtered step is a message that compares,

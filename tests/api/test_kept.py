@@ -69,5 +69,6 @@ def test_the_kept_set_of_a_rollout_scores_it():
 
 def test_drafts_have_none():
     states, weight = make(3)
+    drafts = torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match="return_kept must be left out: verify returns token ids alone"):
-        flashsampling.verify(states[None], weight, torch.zeros(1, 2, dtype=torch.int64), seed=1, return_kept=True)
+        flashsampling.verify(states[None], weight, drafts, seed=1, return_kept=True)

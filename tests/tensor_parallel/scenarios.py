@@ -620,7 +620,7 @@ def requests_of_a_sampler(rank: Rank) -> None:
     options: dict[str, Any] = {"max_batch_size": 5, "seed": range(5), "soft_cap": 20.0}
     sampler, one = LMHeadSampler(head, tp=tp, **options), LMHeadSampler(whole, impl=rank.impl, **options)
     names = flashsampling.warmup(shard, tp=tp, max_batch_size=5, top_k=20, top_p=0.9)
-    assert bool(names) == (rank.device.type == "cuda")
+    assert bool(names) == (rank.device.type == "cuda" and rank.impl != "streaming")
     state, other = (flashsampling.TokenCounts(5, 600, rank.device) for _ in range(2))
     for counts in (state, other):
         counts.reset(prompt_token_ids=[[1, 2, 300]] * 5)
@@ -689,6 +689,7 @@ def _out_of_step_in_a_round(rank: Rank, odd: int, where: object, name: str) -> N
     problem = rank.problem(4, 600, 64)
     tp, shard = rank.group(problem.weight, timeout=30.0)
     expected = draw_with(tp, shard, problem, top_k=5)
+    tp.check()  # a failure voids the steps that the host has issued and the device has not ended
     if rank.rank == odd:
 
         def no_memory(*_: object) -> None:

@@ -208,7 +208,10 @@ def test_greedy_tokens_and_log_probabilities_are_sglangs(served, theirs):
     _, counts = served.since(first)
     assert counts["fused"] > 5
     assert counts["left"] == counts["split"] == 0
-    exact = sglang_engine.ON_CPU  # float32 states; bfloat16's depend on the batch, and so does what follows them
+    # float32 states. On a GPU those of bfloat16 depend on the batch, by a tenth in a logit of 16, and with them all
+    # tokens behind the first
+    exact = sglang_engine.ON_CPU
+    tolerance = 1e-4 if exact else 0.25
     compared = 0
     for one, other in zip(mine, theirs, strict=True):
         count = 12 if exact else 1
@@ -219,12 +222,12 @@ def test_greedy_tokens_and_log_probabilities_are_sglangs(served, theirs):
         ours, own = (output["meta_info"]["output_token_logprobs"][:count] for output in (one, other))
         for (value, token, _), (their_value, their_token, _) in zip(ours, own, strict=True):
             assert token == their_token
-            assert value == pytest.approx(their_value, abs=1e-4 if exact else 2e-2)
+            assert value == pytest.approx(their_value, abs=tolerance)
         tops, own = (output["meta_info"]["output_top_logprobs"][:count] for output in (one, other))
         for most, their_most in zip(tops, own, strict=True):
             assert len(most) == 4
             assert [value for value, _, _ in most] == pytest.approx(
-                [value for value, _, _ in their_most], abs=1e-4 if exact else 2e-2
+                [value for value, _, _ in their_most], abs=tolerance
             )
     assert compared
 
@@ -278,7 +281,7 @@ def test_requests_that_join_leave_are_aborted_and_retracted(served):
     retractions = 0
     for row, output in enumerate(outputs):
         made = output["output_ids"]
-        retractions += output["meta_info"]["num_retractions"]
+        retractions += output["meta_info"].get("num_retractions", 0)  # none of a request that is aborted early
         assert served.made_of(draws, f"joins{row}", prompts[row])[: len(made)] == made
         if row == 2:
             assert output["meta_info"]["finish_reason"]["type"] == "abort"
