@@ -365,10 +365,10 @@ class RequestPool(nn.Module):
     def _options(self, words: Tensor, matrices: Tensor | None) -> dict[str, Any]:
         """Returns the parameters that the step takes, of columns of ``words`` and rows of ``matrices``."""
         options: dict[str, Any] = {}
-        for name, column in zip(ROW_FIELDS, words[2:].unbind()) if self._flags else ():
+        for number, name in enumerate(ROW_FIELDS if self._flags else (), 2):
             if self.takes(name):
                 of_reals = isinstance(getattr(DEFAULT_PARAMS, name), float)
-                options[name] = column.view(torch.float32) if of_reals else column
+                options[name] = words[number].view(torch.float32) if of_reals else words[number]
         entries = _BIAS_ENTRIES
         if matrices is not None and self.takes("logit_bias"):
             options["logit_bias"] = matrices[:, :entries], matrices[:, entries : 2 * entries].view(torch.float32)

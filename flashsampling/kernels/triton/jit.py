@@ -25,8 +25,12 @@ class _Function(triton.JITFunction):  # type: ignore[misc] # it is Any
     def __init__(self, function: Any, structs: Mapping[str, type], **options: Any) -> None:
         super().__init__(function, **options)
         self.structs = structs
+        for param in self.params:
+            if param.name in structs:
+                param.annotation_type = "fp32"  # any type that Triton takes without a look at the value
 
     def create_binder(self) -> Any:
+        self.used_global_vals = {}  # which each launch would compare: 66 constants, that nobody changes
         *rest, bind = super().create_binder()
         return (*rest, with_struct_types(bind, [param.name for param in self.params], self.structs))
 

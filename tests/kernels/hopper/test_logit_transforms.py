@@ -47,7 +47,8 @@ def by_block_stats(step: SampleInputs) -> torch.Tensor:
     out = torch.empty((len(step.logits), stride), device=step.logits.device)
     transforms, _held = filtered.request_transforms(step.params)
     outputs = StatsOutputs(0, out.data_ptr(), stride, 0, 0, 0, 0, 0)
-    filtered.block_stats(step, step.logits, filtered.head_transform(step.params), transforms, outputs)
+    rows, filters = filtered.rows_argument(step), filtered.filters_argument(step.params)
+    filtered.block_stats(step, step.logits, rows, filters, filtered.head_transform(step.params), transforms, outputs)
     return out[:, : step.vocab_size]
 
 

@@ -7,7 +7,6 @@ threads wait for each other once per question.
 
 import triton.language as tl
 
-from ..constant import Constant
 from ..jit import jit
 from .logit_source import load_blocks
 from .order import (
@@ -23,8 +22,8 @@ from .order import (
     value_of,
 )
 
-_WAYS = Constant(4)  # thresholds at a time
-_PARTS = Constant(5)  # of WIDTH blocks, which are on their way together
+_WAYS = tl.constexpr(4)  # thresholds at a time
+_PARTS = tl.constexpr(5)  # of WIDTH blocks, which are on their way together
 
 
 @jit

@@ -137,6 +137,8 @@ _NO_HEAD_TRANSFORM = head_transform(DEFAULT_PARAMS)
 
 def request_transforms(params: SamplingParams) -> tuple[RequestTransforms, tuple[Tensor | None, ...]]:
     """Returns the request's transforms as kernels take them, and the tensors that must live until the launch."""
+    if params.dense_bias is params.bias_ids is params.counts is params.token_mask is None:
+        return _NO_REQUEST_TRANSFORMS, ()
     count = 0 if params.bias_ids is None else params.bias_ids.shape[1]
     ids, values = (contiguous_rows(part) if count else None for part in (params.bias_ids, params.bias_values))
     counts, mask = contiguous_rows(params.counts), contiguous_rows(params.token_mask)
@@ -153,16 +155,21 @@ def request_transforms(params: SamplingParams) -> tuple[RequestTransforms, tuple
     return transforms, (ids, values, counts, mask)
 
 
+_NO_REQUEST_TRANSFORMS = RequestTransforms(*[0] * len(RequestTransforms._fields))
+
+
 def changes_logits(head: HeadTransform, transforms: RequestTransforms) -> tuple[bool, bool]:
     """Returns whether the LM head's transform, and the request's, change logits."""
     return head != _NO_HEAD_TRANSFORM, any(transforms[:10])  # addresses, strides and the count
 
 
-def _rows(step: SampleInputs) -> Rows:
+def rows_argument(step: SampleInputs) -> Rows:
+    """Returns temperatures, seeds and offsets as kernels take them."""
     return Rows(*step.row_arguments())
 
 
-def _filters(params: SamplingParams) -> Filters:
+def filters_argument(params: SamplingParams) -> Filters:
+    """Returns the filters as kernels take them."""
     wide = not isinstance(params.top_k, Tensor) or params.top_k.dtype == torch.int64
     numbers: list[Any] = [part for value in params.filter_values().values() for part in row_argument(value)]
     return Filters(int(wide), *numbers)
@@ -177,6 +184,8 @@ class _Launches(NamedTuple):
     """The inputs that the launches after the block statistics share."""
 
     step: SampleInputs
+    rows: Rows
+    filters: Filters
     logits: Tensor  # (B, V) or by block, processed
     stored: StoredLogits
     raw_logits: Tensor
@@ -235,12 +244,15 @@ def _run(step: SampleInputs, config: Config, records: Records | None) -> tuple[S
     ]
     sizes = [-(-size // 4) * 4 for size in sizes]  # all of them at 16 bytes
     parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    winners, keys, sums, raw_keys, raw_sums, processed, raw = (part if len(part) else None for part in parts)
+    winners, keys, sums, raw_keys, raw_sums, processed, raw = (
+        part if size else None for part, size in zip(parts, sizes)
+    )
     outputs = StatsOutputs(
         _address(raw), _address(processed), stride, _address(keys), _address(sums), _address(raw_keys),
         _address(raw_sums), _address(winners),
     )  # fmt: skip
-    block_stats(step, logits, head, transforms, outputs, config)
+    rows, filters = rows_argument(step), filters_argument(params)
+    block_stats(step, logits, rows, filters, head, transforms, outputs, config)
     best = parts[0]
     if tiles > _TILES:  # of a vocabulary that is too wide to filter
         best = best[: 2 * batch * step.num_samples * tiles].view(torch.int64).view(-1, tiles).amax(dim=1)
@@ -252,7 +264,7 @@ def _run(step: SampleInputs, config: Config, records: Records | None) -> tuple[S
     after = logits if processed is None else rows_of(processed)
     before = rows_of(raw) if raw is not None else logits if changes else after
     launches = _Launches(
-        step, after, StoredLogits(after.stride(0), vocab_size, 0, _address(keys), _address(sums), 0),
+        step, rows, filters, after, StoredLogits(after.stride(0), vocab_size, 0, _address(keys), _address(sums), 0),
         before, StoredLogits(before.stride(0), vocab_size, 0, _address(raw_keys), _address(raw_sums), 0),
         best, tiles, config,
     )  # fmt: skip
@@ -262,6 +274,8 @@ def _run(step: SampleInputs, config: Config, records: Records | None) -> tuple[S
 def block_stats(
     step: SampleInputs,
     logits: Tensor,
+    rows: Rows,
+    filters: Filters,
     head: HeadTransform,
     transforms: RequestTransforms,
     outputs: StatsOutputs,
@@ -274,7 +288,7 @@ def block_stats(
     stats = changes or outputs.keys_at != 0 or outputs.raw_keys_at != 0
     aligned = (logits.data_ptr() | logits.stride(0) | step.vocab_size) % 16 == 0
     block_stats_kernel[(logits.shape[0] * tiles,)](
-        logits, logits.stride(0), step.vocab_size, head, transforms, _rows(step), _filters(step.params), outputs,
+        logits, logits.stride(0), step.vocab_size, head, transforms, rows, filters, outputs,
         step.num_samples if outputs.winners_at else 0, int(step.params.stream), tiles, 0,
         ALIGNED=aligned, STATS=stats, TRANSFORMS=changes, COLUMNS=config.columns, REPS=config.reps,
         PDL=_pdl(logits.device, config), num_warps=config.stats_warps, num_stages=1, maxnreg=config.stats_registers,
@@ -304,18 +318,19 @@ def draw(
     keys, sums, raw_sums, cutoffs = map(_address, block_stats)
     stored = StoredLogits(logits.stride(0), step.vocab_size, int(cutoffs != 0), keys, sums, cutoffs)
     raw_stored = StoredLogits(logits.stride(0), step.vocab_size, 0, keys, raw_sums, 0)
-    return _launch_rows(_Launches(step, logits, stored, logits, raw_stored, drawn, 0, config), records)
+    launches = _Launches(
+        step, rows_argument(step), filters_argument(params), logits, stored, logits, raw_stored, drawn, 0, config
+    )
+    return _launch_rows(launches, records)
 
 
 def _launch_rows(launches: _Launches, records: Records | None) -> SampleResult:
     """Launches the kernels that have a program per row."""
-    step, logits, stored, raw_logits, raw_stored, winners, tiles, config = launches
+    step, rows, filters, logits, stored, raw_logits, raw_stored, winners, tiles, config = launches
     params, batch, device, num_samples = step.params, logits.shape[0], logits.device, step.num_samples
     wants_raw = params.needs_raw_mass()
-    places = layout(batch, num_samples, params)
-    ids = torch.empty(places.num_ids, dtype=torch.int64, device=device)
-    values = torch.empty(places.num_values, dtype=torch.float32, device=device) if wants_raw else None
-    scored = params.scored_ids if params.scored_ids is None else params.scored_ids.contiguous()
+    places = layout(batch, num_samples, params) if wants_raw else None
+    ids = torch.empty(batch * num_samples if places is None else places.num_ids, dtype=torch.int64, device=device)
     if records is None and params.needs_records():
         records = empty_records(batch, device)
     limits_at, masses_at = (0, 0) if records is None else (_address(records.limits), _address(records.masses))
@@ -325,16 +340,16 @@ def _launch_rows(launches: _Launches, records: Records | None) -> SampleResult:
     capacity = min(config.capacity, max(_CANDIDATES // batch, 4096))
     candidates = torch.empty((batch, capacity), dtype=torch.int64, device=device)
     lists = torch.empty((2 if wants_raw else 1, batch, blocks), dtype=torch.int32, device=device)
-    rows, filters = _rows(step), _filters(params)
     options = {"PDL": pdl, "num_warps": config.warps, "num_stages": 1, "maxnreg": config.registers, "launch_pdl": pdl}
     filtered_sample_kernel[(batch,)](
         logits, stored, rows, filters, draws, candidates, capacity, lists, ids,
         TILES=_TILES, WIDTH=config.width, GATHERED=config.gathered, MANY=config.many,
         TILE=config.tile, WAYS=config.ways, **options,
     )  # fmt: skip
-    if not wants_raw:
+    if places is None:
         return SampleResult(ids)
-    assert values is not None
+    values = torch.empty(places.num_values, dtype=torch.float32, device=device)
+    scored = None if params.scored_ids is None else params.scored_ids.contiguous()
     given = contiguous_rows(params.logprob_ids)
 
     def address(tensor: Tensor, name: str) -> int:

@@ -8,24 +8,24 @@ that of the row's highest logit.
 import triton.language as tl
 
 from .... import outputs
-from ..constant import Constant
 from ..fused.noise import INTERPRETED, philox_words
 from ..fused.packed_argmax import NO_TOKEN
 from ..jit import jit
 
-LOG2E = Constant(1.4426950408889634)
-LN2 = Constant(0.6931471805599453)
-LARGEST = Constant(3.4028234663852886e38)  # finite number
-GREEDY_BELOW = Constant(1e-6)
-DEFERRED_DRAW = Constant(outputs.DEFERRED_DRAW)
-UNIT = Constant(2.0**42)  # a mass of 1 in fixed point: 2**20 of them fit an int64, and sums do not depend on the order
-_AS_PROBABLE = Constant(-8.0e-17)  # a binary exponent: 2**-54 less than 1, from where on fp64 rounds to 1
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LARGEST = tl.constexpr(3.4028234663852886e38)  # finite number
+GREEDY_BELOW = tl.constexpr(1e-6)
+DEFERRED_DRAW = tl.constexpr(outputs.DEFERRED_DRAW)
+# a mass of 1 in fixed point: 2**20 of them fit an int64, and sums do not depend on the order
+UNIT = tl.constexpr(2.0**42)
+_AS_PROBABLE = tl.constexpr(-8.0e-17)  # a binary exponent: 2**-54 less than 1, from where on fp64 rounds to 1
 # keys of -inf, +inf and NaN
-MINUS_INF = Constant(-0x7F800001)
-PLUS_INF = Constant(0x7F800000)
-NAN = Constant(0x7FFFFFFF)
-NO_LOGIT = Constant(-0x7FFFFFFF)  # below them
-LOWEST = Constant(-0x80000000)  # below all keys
+MINUS_INF = tl.constexpr(-0x7F800001)
+PLUS_INF = tl.constexpr(0x7F800000)
+NAN = tl.constexpr(0x7FFFFFFF)
+NO_LOGIT = tl.constexpr(-0x7FFFFFFF)  # below them
+LOWEST = tl.constexpr(-0x80000000)  # below all keys
 
 
 # -- blocks: the 32 tokens that share a maximum and a sum

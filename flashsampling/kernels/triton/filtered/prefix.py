@@ -9,18 +9,17 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ..constant import Constant
 from ..fused.packed_argmax import NO_TOKEN
 from ..jit import jit
 from .candidates import gather, list_blocks
 from .logit_source import load_tokens
 from .order import LARGEST, MINUS_INF, UNIT, count_blocks, key_of, mass_of, reaches, sort_key, units_of, value_of
 
-_FEW_BITS = Constant(8)
-FEW = Constant(1 << 8)  # candidates that are compared with each other
-_AT_ONCE = Constant(8)  # of them
-BELOW_ALL = Constant(-0x7FFFFFFFFFFFFFFF)  # below all sort keys
-ABOVE_ALL = Constant(0x7FFFFFFFFFFFFFFF)
+_FEW_BITS = tl.constexpr(8)
+FEW = tl.constexpr(1 << 8)  # candidates that are compared with each other
+_AT_ONCE = tl.constexpr(8)  # of them
+BELOW_ALL = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # below all sort keys
+ABOVE_ALL = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
 class Tokens(NamedTuple):

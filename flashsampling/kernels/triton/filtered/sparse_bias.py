@@ -22,15 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ....sampling_params import SamplingParams
-from ..constant import Constant
 from ..fused.config import next_power_of_2
 from ..jit import jit, only_compiles
 from .dispatch import contiguous_rows
 
-_TOKEN_BITS = Constant(7)
-_COUNT = Constant(7)  # the first of its bits
-_PLACE = Constant(18)
-_NO_TOKEN = Constant(2**31 - 1)  # above all
+_TOKEN_BITS = tl.constexpr(7)
+_COUNT = tl.constexpr(7)  # the first of its bits
+_PLACE = tl.constexpr(18)
+_NO_TOKEN = tl.constexpr(2**31 - 1)  # above all
 _CLEARED = 1024  # words at a time
 
 

@@ -61,6 +61,7 @@ Dead ends, vocabulary on M, each against another shape in the same run (B = 256,
     noise inside the k loop          ptxas then serialises wgmma (a wait after each); not timed
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -146,6 +147,7 @@ def choose_config(hidden_states: Tensor, weight: Tensor, num_samples: int) -> Tr
     return shape_for(batch, dim, hidden_states.dtype, num_samples, use_tma)
 
 
+@functools.cache
 def shape_for(batch: int, dim: int, dtype: torch.dtype, num_samples: int, use_tma: bool) -> TritonTileConfig:
     """Chooses the tile shape from numbers alone, so that it can be compiled without a GPU."""
     if dtype == torch.float32:  # no tensor cores: full fp32 products

@@ -33,7 +33,6 @@ labels, but ptxas (12.8) schedules another way around these. Apart, at B = 64 (s
 import triton.language as tl
 
 from .... import exchange_protocol as protocol
-from ..constant import Constant
 from ..filtered.transforms import Rows
 from ..jit import jit
 from ..sharded.peer_exchange import active_ranks, conclude, receive, send, start_clock, steps_taken
@@ -55,9 +54,9 @@ from .tiles import (
     tile_logits,
 )
 
-_NO_FINITE = Constant(protocol.NO_FINITE)
-_TOKENS = Constant(protocol.TOKENS)
-_EXCHANGE = Constant(2)  # not TOKENS or PACKED: an exchange through the table
+_NO_FINITE = tl.constexpr(protocol.NO_FINITE)
+_TOKENS = tl.constexpr(protocol.TOKENS)
+_EXCHANGE = tl.constexpr(2)  # not TOKENS or PACKED: an exchange through the table
 
 
 @jit

@@ -12,31 +12,30 @@ not from ``1 - v``. Both ends of the range keep full relative precision.
 import triton
 import triton.language as tl
 
-from ..constant import Constant
 from ..jit import jit
 
-INTERPRETED = Constant(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: numpy on the CPU, no inline assembly
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: numpy on the CPU, no inline assembly
 
 # Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11: multipliers and Weyl increments.
-_PHILOX_M0 = Constant(0xD2511F53)
-_PHILOX_M1 = Constant(0xCD9E8D57)
-_PHILOX_W0 = Constant(0x9E3779B9)
-_PHILOX_W1 = Constant(0xBB67AE85)
-REFINEMENT_BIT = Constant(0x80 << 24)  # the stream bit of the tail refinement's block
+_PHILOX_M0 = tl.constexpr(0xD2511F53)
+_PHILOX_M1 = tl.constexpr(0xCD9E8D57)
+_PHILOX_W0 = tl.constexpr(0x9E3779B9)
+_PHILOX_W1 = tl.constexpr(0xBB67AE85)
+REFINEMENT_BIT = tl.constexpr(0x80 << 24)  # the stream bit of the tail refinement's block
 
-_TWO_POW_M32 = Constant(2.0**-32)
-_TWO_POW_M33 = Constant(2.0**-33)
-_TWO_POW_M64 = Constant(2.0**-64)
-_TWO_POW_M65 = Constant(2.0**-65)
-_TWO_POW_M100 = Constant(2.0**-100)  # 0f0D800000
-_SMALL_WORD = Constant(1 << 28)  # words below this have v < 1/16
+_TWO_POW_M32 = tl.constexpr(2.0**-32)
+_TWO_POW_M33 = tl.constexpr(2.0**-33)
+_TWO_POW_M64 = tl.constexpr(2.0**-64)
+_TWO_POW_M65 = tl.constexpr(2.0**-65)
+_TWO_POW_M100 = tl.constexpr(2.0**-100)  # 0f0D800000
+_SMALL_WORD = tl.constexpr(1 << 28)  # words below this have v < 1/16
 
 # E / ln 2 = v * (C0 + C1 v + C2 v^2 + ...), the series of -log1p(-v) times log2(e)
-_C0 = Constant(1.4426950408889634)
-_C1 = Constant(1.4426950408889634 / 2)
-_C2 = Constant(1.4426950408889634 / 3)
-_C3 = Constant(1.4426950408889634 / 4)
-_C4 = Constant(1.4426950408889634 / 5)
+_C0 = tl.constexpr(1.4426950408889634)
+_C1 = tl.constexpr(1.4426950408889634 / 2)
+_C2 = tl.constexpr(1.4426950408889634 / 3)
+_C3 = tl.constexpr(1.4426950408889634 / 4)
+_C4 = tl.constexpr(1.4426950408889634 / 5)
 
 
 @jit

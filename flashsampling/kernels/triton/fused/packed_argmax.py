@@ -3,13 +3,12 @@
 import triton.language as tl
 
 from .... import exchange_protocol as protocol
-from ..constant import Constant
 from ..jit import jit
 from .noise import philox_words
 
-NO_TOKEN = Constant(protocol.NO_TOKEN)
-NAN_KEY = Constant(protocol.NAN)
-ORDERED_INF = Constant(0x7F800000 + 2**31)  # a key's high bits if its score is +inf
+NO_TOKEN = tl.constexpr(protocol.NO_TOKEN)
+NAN_KEY = tl.constexpr(protocol.NAN)
+ORDERED_INF = tl.constexpr(0x7F800000 + 2**31)  # a key's high bits if its score is +inf
 
 
 @jit

@@ -5,13 +5,12 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ..constant import Constant
 from ..jit import jit
 from ..sharded.peer_exchange import details_and_tags
 from .noise import INTERPRETED, scheduling_fence
 
-_GREEDY_BELOW = Constant(1e-6)
-_LN2 = Constant(0.6931471805599453)
+_GREEDY_BELOW = tl.constexpr(1e-6)
+_LN2 = tl.constexpr(0.6931471805599453)
 
 
 class LoadedRows(NamedTuple):

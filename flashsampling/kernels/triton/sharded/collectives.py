@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ....inputs import SampleInputs, row_argument
 from ....sampling_params import DEFAULT_PARAMS, ROW_FIELDS, SamplingParams
-from ..constant import Constant
 from ..filtered.transforms import pointer_to
 from ..jit import jit
 from .peer_exchange import (
@@ -45,8 +44,8 @@ from .peer_exchange import (
 
 _BLOCK = 256  # words of a program
 _PUSHED = 2048  # logits of a program
-_FIELDS = Constant(len(ROW_FIELDS))
-_REALS = Constant(sum(isinstance(getattr(DEFAULT_PARAMS, name), float) << i for i, name in enumerate(ROW_FIELDS)))
+_FIELDS = tl.constexpr(len(ROW_FIELDS))
+_REALS = tl.constexpr(sum(isinstance(getattr(DEFAULT_PARAMS, name), float) << i for i, name in enumerate(ROW_FIELDS)))
 _WARPS = 4
 
 

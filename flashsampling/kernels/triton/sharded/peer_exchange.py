@@ -8,32 +8,31 @@ emptied already.
 import triton.language as tl
 
 from .... import exchange_protocol as protocol
-from ..constant import Constant
 from ..jit import jit
 
-_NO_TOKEN = Constant(protocol.NO_TOKEN)
-_NAN = Constant(protocol.NAN)
-_RANK = Constant(protocol.TABLE_RANK)
-_RANKS = Constant(protocol.TABLE_RANKS)
-_CAPACITY = Constant(protocol.TABLE_CAPACITY)
-_TIMEOUT = Constant(protocol.TABLE_TIMEOUT)
-_TOLD = Constant(protocol.TABLE_TOLD)
-_STEPS = Constant(protocol.TABLE_STEPS)
-_LEFT_OUT = Constant(protocol.TABLE_LEFT_OUT)
-_FINISHED = Constant(protocol.TABLE_FINISHED)
-_CLOCK = Constant(protocol.TABLE_CLOCK)
-_SHARED = Constant(protocol.TABLE_SHARED)
-_VERDICT = Constant(protocol.SHARED_VERDICT)
-_FAILURE = Constant(protocol.SHARED_FAILURE)
-_DETAILS = Constant(protocol.SHARED_DETAILS)
-_LATE = Constant(protocol.LATE)
-_DIFFERS = Constant(protocol.DIFFERS)
-_STEP_BITS = Constant(protocol.STEP_BITS)
-_DETAIL_BITS = Constant(protocol.DETAIL_BITS)
-_NOBODY = Constant(protocol.MAX_RANKS)
-_START, _FIRST, _SECOND, _THIRD = (Constant(factor) for factor in protocol.HASH_FACTORS)
-_PEERS = Constant(4)  # whose messages are waited for at once
-_LOW = Constant(0xFFFFFFFF)
+_NO_TOKEN = tl.constexpr(protocol.NO_TOKEN)
+_NAN = tl.constexpr(protocol.NAN)
+_RANK = tl.constexpr(protocol.TABLE_RANK)
+_RANKS = tl.constexpr(protocol.TABLE_RANKS)
+_CAPACITY = tl.constexpr(protocol.TABLE_CAPACITY)
+_TIMEOUT = tl.constexpr(protocol.TABLE_TIMEOUT)
+_TOLD = tl.constexpr(protocol.TABLE_TOLD)
+_STEPS = tl.constexpr(protocol.TABLE_STEPS)
+_LEFT_OUT = tl.constexpr(protocol.TABLE_LEFT_OUT)
+_FINISHED = tl.constexpr(protocol.TABLE_FINISHED)
+_CLOCK = tl.constexpr(protocol.TABLE_CLOCK)
+_SHARED = tl.constexpr(protocol.TABLE_SHARED)
+_VERDICT = tl.constexpr(protocol.SHARED_VERDICT)
+_FAILURE = tl.constexpr(protocol.SHARED_FAILURE)
+_DETAILS = tl.constexpr(protocol.SHARED_DETAILS)
+_LATE = tl.constexpr(protocol.LATE)
+_DIFFERS = tl.constexpr(protocol.DIFFERS)
+_STEP_BITS = tl.constexpr(protocol.STEP_BITS)
+_DETAIL_BITS = tl.constexpr(protocol.DETAIL_BITS)
+_NOBODY = tl.constexpr(protocol.MAX_RANKS)
+_START, _FIRST, _SECOND, _THIRD = (tl.constexpr(factor) for factor in protocol.HASH_FACTORS)
+_PEERS = tl.constexpr(4)  # whose messages are waited for at once
+_LOW = tl.constexpr(0xFFFFFFFF)
 
 
 @jit

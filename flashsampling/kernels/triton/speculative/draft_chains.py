@@ -20,7 +20,6 @@ from ....exchange_protocol import NO_TOKEN
 from ....inputs import row_argument
 from ....sampling_params import ROW_FIELDS
 from ....speculative.drafts import HASH_FACTORS, HASH_OF_MOST, HASH_OF_ROOM
-from ..constant import Constant
 from ..filtered.transforms import pointer_to
 from ..fused.config import next_power_of_2
 from ..jit import jit
@@ -28,8 +27,8 @@ from ..jit import jit
 _ROWS = 128  # per program of ``expand_kernel``
 _REQUESTS = 8  # per program of ``match_kernel``
 _HASHED = 128  # requests at once, in ``hash_kernel``
-_FIRST, _SECOND, _THIRD = (Constant(factor) for factor in HASH_FACTORS)
-_ROOM, _MOST, _LAST_ID = Constant(HASH_OF_ROOM), Constant(HASH_OF_MOST), Constant(NO_TOKEN)
+_FIRST, _SECOND, _THIRD = (tl.constexpr(factor) for factor in HASH_FACTORS)
+_ROOM, _MOST, _LAST_ID = tl.constexpr(HASH_OF_ROOM), tl.constexpr(HASH_OF_MOST), tl.constexpr(NO_TOKEN)
 
 # addresses of a value per request, or per row, of 4 or 8 bytes each; 0: a scalar, which is not copied
 Addresses = NamedTuple("Addresses", [(name, int) for name in ("temperature", "seed", *ROW_FIELDS)])  # type: ignore[misc]

@@ -22,7 +22,6 @@ from torch import Tensor
 from ....inputs import SampleInputs
 from ....noise import Stream
 from ....outputs import FilteredLogits
-from ..constant import Constant
 from ..filtered.order import column_tokens, key_of, mass_of, mass_scale, reaches, sort_key
 from ..filtered.transforms import Rows, load_f32, load_i64
 from ..fused.config import next_power_of_2
@@ -30,8 +29,8 @@ from ..fused.noise import REFINEMENT_BIT, minus_gumbel_refined, philox_words
 from ..fused.packed_argmax import NAN_KEY, NO_TOKEN, pack_key
 from ..jit import jit
 
-_COIN = Constant(int(Stream.ACCEPTANCE_COIN) << 24)
-_RECOVERY = Constant(int(Stream.RECOVERY) << 24)
+_COIN = tl.constexpr(int(Stream.ACCEPTANCE_COIN) << 24)
+_RECOVERY = tl.constexpr(int(Stream.RECOVERY) << 24)
 
 
 @jit
@@ -335,7 +334,7 @@ def run(
 
 # -- over ranks: every row by itself
 
-_TOKEN_BITS = Constant(31)
+_TOKEN_BITS = tl.constexpr(31)
 
 
 @jit(
