@@ -1,4 +1,4 @@
-"""Searches a tile's logits for tokens that can win: the consumer warps, three instructions a logit.
+"""Searches a tile's logits for tokens that can win: the consumer warps, 2.75 instructions a logit.
 
 The bound of a score is ``logit * slope + noise's bound + threshold`` (``thresholds``; the threshold is stored negated).
 A token whose bound is not below 0 is a candidate: it goes to the queue (``candidates``) or is scored with its tile

@@ -4,14 +4,16 @@ One launch suffices where the kernel applies everything in registers (``Features
 logits (``Features.logits``), and ``kernels.triton`` draws from them. Launches of a step:
 
     scale, soft cap, biases, penalties, token mask      one (``Features.transforms``)
-    filters, also with these                            three: the kernel draws and writes block statistics, then
+    filters, also with these                            two: the kernel draws and writes block statistics, then
                                                         ``kernels.triton.filtered.dispatch.draw``
-    log-probabilities, also with the LM head's          four, the same
-    scale, soft cap and bias
-    a sparse bias, with any of these                    one more before them: ``kernels.triton.filtered.sparse_bias``
-    log-probabilities beside per-request transforms,    three: the kernel only stores raw logits, then
-    another noise stream, or several draws with         ``kernels.triton.filtered.dispatch.run``. The first needs two
-    filters                                             logits of a token, raw and transformed
+    log-probabilities, also with filters and the        three, the same
+    LM head's scale, soft cap and bias
+    a sparse bias, in a step of one launch or two       one more before them: ``kernels.triton.filtered.sparse_bias``
+    another noise stream, several draws with filters    three: the kernel only stores raw logits, then
+                                                        ``kernels.triton.filtered.dispatch.run``
+    log-probabilities beside a logit bias, penalties    four, the same. Beside transforms they need two logits of a
+    or a mask, or with several draws                    token, raw and transformed
+    a kept set (``return_kept``)                        one more behind log-probabilities
     drafts for rejection (``recorded``)                 two, or three with transforms; records stay for the next stage
     a shard's step that takes one launch                one (``runs_on_shard``)
     a shard's step with more                            the kernel only stores logits, from which

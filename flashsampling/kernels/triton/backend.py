@@ -1,7 +1,7 @@
 """Chooses the launches of a step: one, or more where a row's logits are read more than once.
 
 default parameters      ``fused.launch``: logits never leave the registers
-logits in memory        ``filtered.dispatch``: three launches, four with log-probabilities
+logits in memory        ``filtered.dispatch``: two launches, three with log-probabilities, four with a kept set
 anything else           ``fused.logits_gemm`` writes (B, V) float32 logits, from which ``filtered.dispatch`` draws;
                         ``recorded`` does so with any parameters
 """
