@@ -80,10 +80,10 @@ class Biases:
     ids: NDArray[np.int32]  # (n,)
     values: NDArray[np.float32]  # (n,)
     stop_ids: NDArray[np.int32]  # (m,)
-    min_length: int  # tokens that the sequence has before a stop token may be drawn
+    min_length: int  # of the sequence before a stop token, prompt included: prompt_len + min_tokens
 
     def at(self, length: int) -> BiasRow:
-        """Returns ids and values for a sequence of ``length`` tokens."""
+        """Returns ids and values for a token that follows ``length`` tokens, the prompt's included."""
         if length >= self.min_length or not len(self.stop_ids):
             return self.ids, self.values
         minus_infinity = np.full(len(self.stop_ids), -np.inf, np.float32)
@@ -138,7 +138,7 @@ class RequestState:
         self.needs: NDArray[np.uint8] = np.zeros(slots, np.uint8)
         self.batch_invariant: NDArray[np.bool_] = np.zeros(slots, bool)
         self.biases: list[Biases | None] = [None] * slots
-        self.min_lengths: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.min_lengths: NDArray[np.int32] = np.zeros(slots, np.int32)  # ``Biases.min_length``; 0 without biases
 
     def set(self, slot: int, info: RequestInfo) -> None:
         """Puts a request into a slot."""

@@ -38,12 +38,12 @@ class Batch(NamedTuple):
     """Rows of a step, each the last position of a request; with drafts, one of its last positions."""
 
     hidden_states: Tensor  # (B, D)
-    positions: Tensor  # (B,) int64, of the token that is read: the offset
-    requests: Any  # (B,) slots, int32 on the host, or a tuple of ``RequestInfo``
-    lengths: Any  # (B,) on the host, tokens of the request up to that position; where there may be drafts, at most
+    positions: Tensor  # (B,) int64, index of the token that is read, its sequence's length - 1; the offset
+    requests: Any  # (B,) slots, int32 on the host (vLLM), or a tuple of ``RequestInfo`` (SGLang)
+    lengths: Any  # (B,) on the host, positions + 1; where there may be drafts an upper bound, which no step reads
     grammar: Any = None  # the engine's masks for some or all rows
     top_logprobs: int | None = None  # of the row with the most, where the batch and not its requests say it
-    slots: Tensor | None = None  # (B,) int32, on the device
+    slots: Tensor | None = None  # (B,) int32, vLLM's slots on the device
     drafts: DraftBatch | None = None
     buffers: tuple[Tensor, Tensor] | None = None  # hidden states and positions lie at their beginning in every step
 
@@ -94,7 +94,7 @@ class FusedStep:
         """Returns biases, and which of them each row has; None: one after the other."""
         raise NotImplementedError
 
-    def bias_values(self, batch: Batch, values: NDArray[np.float32]) -> Tensor:
+    def device_bias_values(self, batch: Batch, values: NDArray[np.float32]) -> Tensor:
         """Returns values of biases on the device."""
         return to_device(values, self.device)
 
@@ -171,7 +171,7 @@ class FusedStep:
         ids, values = stack_biases(biases, FEW_BIASES if most <= FEW_BIASES else MAX_BIASED)
         if index is not None:
             ids, values = ids[index], values[index]
-        return {"bias_ids": to_device(ids, self.device), "bias_values": self.bias_values(batch, values)}
+        return {"bias_ids": to_device(ids, self.device), "bias_values": self.device_bias_values(batch, values)}
 
     def _run(self, batch: Batch, rows: Rows, params: SamplingParams) -> SampleResult:
         draft_hash = None

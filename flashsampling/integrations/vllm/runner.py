@@ -72,7 +72,7 @@ class VllmSampler:
             return self._fused(runner, hidden_states, input_batch, grammar)
         served = reasons == FallbackReason.SERVED
         left = [int(reason) for reason in np.unique(reasons[~served])]
-        kept = np.flatnonzero(served & self.step.state.batch_invariant[input_batch.idx_mapping_np])
+        kept = np.flatnonzero(served & self.step.request_state.batch_invariant[input_batch.idx_mapping_np])
         sampled = own(hidden_states, input_batch, grammar_output)
         if not len(kept):
             self.counts.add("left", left)
@@ -85,7 +85,7 @@ class VllmSampler:
 
     def reasons(self, input_batch: Any, grammar: Grammar | None) -> NDArray[np.int8]:
         """Returns (B,) why vLLM has to do a row, as ``FallbackReason``; known on the host."""
-        state = self.step.state
+        state = self.step.request_state
         reasons = state.reasons[input_batch.idx_mapping_np]
         if grammar is not None:
             if grammar.masks.shape != (len(grammar.rows), max(grammar.masks.shape[1], self.step.words)):

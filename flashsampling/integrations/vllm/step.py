@@ -23,8 +23,8 @@ _BLOCK = 4096  # tokens of a program
 class Grammar(NamedTuple):
     """A mask for each row of the requests that have a grammar."""
 
-    requests: NDArray[np.int64]  # (n,): of the batch
-    rows: NDArray[np.int64]  # (n,)
+    requests: NDArray[np.int64]  # (n,) indices of requests in the batch
+    rows: NDArray[np.int64]  # (n,) their rows in the step
     masks: NDArray[np.int32]  # (n, ceil(V / 32))
 
 
@@ -37,76 +37,80 @@ class VllmStep(FusedStep):
         self,
         head: Head,
         sampler: Any,
-        state: RequestState,
+        request_state: RequestState,
         device: torch.device,
         tp: Any = None,
         most_drafts: int = 0,
         graphs: Graphs | None = None,
     ) -> None:
         super().__init__(head, device, tp, most_drafts, graphs)
-        self.sampler, self.state = sampler, state
+        self.sampler, self.request_state = sampler, request_state
         self._masks: Tensor | None = None  # (slots, words), all bits set where a request has none
-        self._masked = np.zeros(len(state.reasons), bool)
+        self._has_mask = np.zeros(len(request_state.reasons), bool)  # (slots,)
 
     def add(self, slot: int, params: Any, prompt_len: int) -> None:
-        """Reads a request that takes a slot, once vLLM's sampler has read it. A batch of the same slots is another."""
+        """Reads a request that takes a slot, once vLLM's sampler has read it. No hook runs when a request ends: this
+        overwrites all that the slot's last one left, and a batch of the same slots is another."""
         self.forget_batch()
-        info = parse_request(params, prompt_len, self.state.rules)
-        self.state.set(slot, info)
-        if info.mask is None and not self._masked[slot]:
+        info = parse_request(params, prompt_len, self.request_state.rules)
+        self.request_state.set(slot, info)
+        if info.mask is None and not self._has_mask[slot]:
             return
         if self._masks is None:
-            self._masks = torch.full((len(self._masked), self.words), -1, dtype=torch.int32, device=self.device)
-        self._masked[slot] = info.mask is not None
+            self._masks = torch.full((len(self._has_mask), self.words), -1, dtype=torch.int32, device=self.device)
+        self._has_mask[slot] = info.mask is not None
+        # on the stream of the steps that read the last request's mask
         if info.mask is None:
-            self._masks[slot].fill_(-1)
-        else:  # on the stream of the steps that read the slot's last request
+            self._masks[slot].fill_(-1)  # read if a batch mate has a mask
+        else:
             self._masks[slot].copy_(to_device(info.mask, self.device))
 
-    def read_requests(self, requests: NDArray[np.int32], out: Tensor | None) -> tuple[int, int | None, Rows]:
+    def read_requests(self, slots: NDArray[np.int32], out: Tensor | None) -> tuple[int, int | None, Rows]:
         """Returns what the rows need together, their top log-probabilities, and parameters.
 
         vLLM writes to its sampler's state of a slot when a request takes it, and then no more. The host's copies are
         read: vLLM makes those on the device of them before every step, and gathering from them would be a launch each,
         over PCIe.
         """
-        needs = int(np.bitwise_or.reduce(self.state.needs[requests]))
-        states, penalties = self.sampler.sampling_states, self.sampler.penalties_state
-        held = [getattr(penalties if name in PENALTIES else states, name) for name in self.row_names]
-        columns = [each.np[requests] for each in held]
-        width = aligned_width(len(requests)) if out is None else out.shape[1]
-        packed = to_device(pack_rows(states.seeds.np[requests], columns, width), self.device, out)
-        top = int(states.num_logprobs[requests].max()) if needs & Needs.LOGPROBS else None
-        return needs, top, unpack_rows(packed, len(requests), self.row_names)
+        needs = int(np.bitwise_or.reduce(self.request_state.needs[slots]))
+        sampling, penalties = self.sampler.sampling_states, self.sampler.penalties_state
+        held = [getattr(penalties if name in PENALTIES else sampling, name) for name in self.row_names]
+        columns = [each.np[slots] for each in held]
+        width = aligned_width(len(slots)) if out is None else out.shape[1]
+        packed = to_device(pack_rows(sampling.seeds.np[slots], columns, width), self.device, out)
+        top = int(sampling.num_logprobs[slots].max()) if needs & Needs.LOGPROBS else None
+        return needs, top, unpack_rows(packed, len(slots), self.row_names)
 
-    def read_filters(self, requests: NDArray[np.int32]) -> tuple[str, ...]:
+    def read_filters(self, slots: NDArray[np.int32]) -> tuple[str, ...]:
         """Returns the filters that any row has. A greedy row's token is the same with all of them."""
-        states = self.sampler.sampling_states
-        drawn = requests[states.temperature.np[requests] > 0.0]
+        sampling = self.sampler.sampling_states
+        drawn = slots[sampling.temperature.np[slots] > 0.0]
         has = (
-            states.top_k.np[drawn] < self.head.vocab_size,  # the size of the vocabulary where there is none
-            states.top_p.np[drawn] < 1.0,
-            states.min_p.np[drawn] > 0.0,
+            sampling.top_k.np[drawn] < self.head.vocab_size,  # the size of the vocabulary where there is none
+            sampling.top_p.np[drawn] < 1.0,
+            sampling.min_p.np[drawn] > 0.0,
         )
         return tuple(name for name, rows in zip(FILTERS, has) if rows.any())
 
     def read_biases(self, batch: Batch) -> tuple[Sequence[BiasRow], NDArray[np.int64] | None]:
-        """With drafts stop tokens are forbidden everywhere, until ``bias_values`` allows them."""
+        """With drafts stop tokens are forbidden everywhere, until ``device_bias_values`` allows them."""
         slots, lengths, index = batch.requests, batch.lengths, None
         if self.most_drafts:
             slots, index = np.unique(slots, return_inverse=True)
             lengths = np.full(len(slots), -1, np.int32)
-        held = [self.state.biases[slot] for slot in slots]
+        held = [self.request_state.biases[slot] for slot in slots]
         return [NO_BIASES if each is None else each.at(int(n)) for each, n in zip(held, lengths)], index
 
-    def bias_values(self, batch: Batch, values: NDArray[np.float32]) -> Tensor:
+    def device_bias_values(self, batch: Batch, values: NDArray[np.float32]) -> Tensor:
         """Returns values on the device, 0 of stop tokens that may be drawn. With drafts the device alone knows the
-        lengths: when vLLM's host schedules a step, it takes all drafts of the step before for accepted."""
-        there = super().bias_values(batch, values)
+        lengths: when vLLM's host schedules a step, it takes all drafts of the step before for accepted. -inf marks a
+        stop token: a user's bias is finite (``Biases.fallback_reason``)."""
+        on_device = super().device_bias_values(batch, values)
         if not self.most_drafts or not np.isneginf(values).any():
-            return there
-        min_lengths = to_device(self.state.min_lengths[batch.requests], self.device)
-        return there.masked_fill((batch.positions + 1 >= min_lengths)[:, None] & there.isneginf(), 0.0)
+            return on_device
+        min_lengths = to_device(self.request_state.min_lengths[batch.requests], self.device)
+        may_stop = (batch.positions + 1 >= min_lengths)[:, None]
+        return on_device.masked_fill(may_stop & on_device.isneginf(), 0.0)
 
     def read_mask(self, batch: Batch, out: Tensor | None = None) -> Tensor:
         """Returns the masks of requests and of the batch's grammar."""

@@ -158,6 +158,7 @@ class Runner:
         self.req_states = SimpleNamespace(req_id_to_index={}, prompt_len=Backed(len(free), torch.int32))
         self.left: list[tuple[list[str], Any]] = []  # what came to vLLM's own path
         self.lengths: dict[str, int] = {}
+        self.taken: dict[int, list[str]] = {}  # by slot: its requests, the last one last
         self.device = torch.device("cpu")
         self.num_speculative_steps, self.max_num_tokens = 0, 64
         self.execute_model_state: tuple[Tensor, Any] | None = None
@@ -167,6 +168,7 @@ class Runner:
             slot = self.free.pop()
             self.req_states.req_id_to_index[new.req_id] = slot
             self.lengths[new.req_id] = 0
+            self.taken.setdefault(slot, []).append(new.req_id)
             self.req_states.prompt_len.np[slot] = len(new.prompt_token_ids)
             if new.sampling_params is not None:
                 self.sampler.add_request(slot, new.prompt_token_ids, new.sampling_params)
@@ -213,7 +215,7 @@ class Runner:
         positions = np.concatenate([np.arange(c, c + n) for c, n in zip(computed, scheduled)])
         for name, n in tokens.items():
             self.lengths[name] += n
-        there, bounds = torch.from_numpy(slots), np.concatenate(([0], (numbers + 1).cumsum())).astype(np.int32)
+        device_slots, bounds = torch.from_numpy(slots), np.concatenate(([0], (numbers + 1).cumsum())).astype(np.int32)
         local = np.arange(bounds[-1], dtype=np.int32) - np.repeat(bounds[:-1], numbers + 1)
         ends = np.repeat(scheduled.cumsum(), numbers + 1)
         pad = torch.full((3,), 99)  # of a captured graph
@@ -223,7 +225,7 @@ class Runner:
             mine = drafts.get(name, [])
             input_ids[end - len(mine) : end] = torch.tensor(mine, dtype=torch.int32)
         repeated = torch.from_numpy(np.repeat(slots, numbers + 1))
-        mappings = there, slots, repeated, torch.from_numpy(local)
+        mappings = device_slots, slots, repeated, torch.from_numpy(local)
         drafted = int(numbers.sum()), numbers if numbers.any() else None
         lengths = torch.from_numpy(computed + scheduled), computed + too_many
         inputs = input_ids, torch.cat((torch.from_numpy(positions).long(), pad)), logits_indices

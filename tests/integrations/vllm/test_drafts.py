@@ -108,13 +108,14 @@ def both(model, runner=None):
 
 def check_both(without, with_drafts):
     (texts, logprobs, _), (mine, theirs, accepted) = without, with_drafts
-    assert mine == texts
+    for name, text in texts.items():
+        assert mine[name] == text, f"{name}: {mine[name]} with drafts, {text} without"
     for name, each in logprobs.items():
         for (ids, values), (wanted_ids, wanted) in zip(theirs[name], each):
-            assert ids.tolist() == wanted_ids.tolist()
+            assert ids.tolist() == wanted_ids.tolist(), name
             torch.testing.assert_close(values, wanted, rtol=0, atol=1e-4)
     assert {(most, held) for most in range(MOST + 1) for held in range(most + 1)} <= set(accepted)
-    assert texts["min_tokens"].index(120) >= 2  # which would come first if it were not forbidden
+    assert texts["min_tokens"].index(120) == 2  # which would come first if it were not forbidden
 
 
 def test_tokens_are_those_without_drafts(model):
@@ -140,6 +141,23 @@ def test_penalties_and_lengths_matter():
         output, num_sampled, num_rejected = runner.sample(states, batch, None)
         assert output.sampled_token_ids[0].tolist() == [*wanted, -1, -1][:4]
         assert (num_sampled.tolist(), num_rejected.tolist()) == ([len(wanted)], [4 - len(wanted)])
+
+
+@pytest.mark.parametrize("least", [1, 2, 6])
+@pytest.mark.parametrize("drafted", [0, 1, MOST])
+def test_a_stop_token_comes_right_after_min_tokens(least, drafted):
+    """Where it is the best token of all, 7 is the second best, and every draft is 7."""
+    runner, stop = runner_of(most_drafts=MOST), 120
+    text: list[int] = []
+    params = SamplingParams(temperature=0.0, min_tokens=least, stop_token_ids=[stop], logit_bias={stop: 80.0, 7: 40.0})
+    runner.add(a=(PROMPT, params))
+    while len(text) <= least:
+        tokens, drafts = (1, [7] * drafted) if text else (len(PROMPT), [])
+        batch = runner.batch({"a": tokens}, {"a": drafts}, too_many=len(text))
+        output, num_sampled, num_rejected = runner.sample(states_of(batch), batch, None)
+        text += output.sampled_token_ids[0, : int(num_sampled)].tolist()
+        runner.rejected(batch, num_rejected)
+    assert text == [7] * least + [stop]
 
 
 @pytest.mark.parametrize(

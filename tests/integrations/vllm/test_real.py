@@ -268,7 +268,7 @@ def test_the_distribution_is_that_of_vllms_sampler(chosen, monkeypatch):
     penalised = state.use_penalty[slots]
     assert state.prompt_bin_mask[slots].bool().any(1).tolist() == penalised.tolist()
     state.output_bin_counts[slots] = torch.randint(0, 3, (len(slots), V), dtype=torch.int32, generator=generator)
-    assert (runner.flashsampling.step.state.reasons[slots] == FallbackReason.SERVED).all()
+    assert (runner.flashsampling.step.request_state.reasons[slots] == FallbackReason.SERVED).all()
     batch = batch_of(runner, chosen)
     states = torch.randn(len(chosen), D, generator=generator)
     step = runner.flashsampling.step

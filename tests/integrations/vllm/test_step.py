@@ -1,13 +1,7 @@
 """The plug-in for vLLM, on a model runner that is made up: who does a step, with whose parameters, and what comes of
 it."""
 
-import contextlib
 import dataclasses
-import functools
-import importlib
-import importlib.metadata
-import logging
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,20 +18,17 @@ from flashsampling.integrations.engine.graphs import Graphs
 from flashsampling.integrations.engine.head import Layers
 from flashsampling.integrations.engine.kernel_variants import FILTERS, PENALTIES, default_rows
 from flashsampling.integrations.engine.request_info import FallbackReason, RequestState
-from flashsampling.integrations.vllm import Refused, counters, load
-from flashsampling.integrations.vllm import runner as plugin
+from flashsampling.integrations.vllm import counters
 from flashsampling.integrations.vllm.batches import convert_batch
 from flashsampling.integrations.vllm.head import find_head
 from flashsampling.integrations.vllm.request_info import VllmRules, pack_mask
-from flashsampling.integrations.vllm.runner import FusedRunner, Vllm, VllmSampler, check_runner, count_drafts
-from flashsampling.integrations.vllm.settings import KNOWN, PLUGIN
+from flashsampling.integrations.vllm.runner import FusedRunner, Vllm, VllmSampler
 from flashsampling.integrations.vllm.step import Grammar, VllmStep
 from flashsampling.outputs import SampleResult
 from flashsampling.param_parsers import BatchShape
 from flashsampling.sampling_params import parse_sampling_params
 from flashsampling.token_counts import num_token_groups
 
-from ..engine.refusals import refused_words
 from . import fakes
 from .fakes import LEFT, SamplingParams
 
@@ -71,9 +62,9 @@ class GraphsOnCpu(Graphs):
 
         def replay():
             self.replays += 1
-            for there, now in zip(drawn, work(), strict=True):
-                if there is not None:
-                    there.copy_(now)
+            for held, now in zip(drawn, work(), strict=True):
+                if held is not None:
+                    held.copy_(now)
 
         return replay, drawn
 
@@ -182,9 +173,10 @@ def check_rows(runner, batch, states, output, requests, outputs=None, masks=None
         position = int(batch.positions[where])
         mask = None if masks is None else masks.get(name)
         wanted = expected(runner, states[where], params, prompt, outputs.get(name, ()), position, mask)
-        assert output.sampled_token_ids[row].tolist() == wanted.token_ids.clamp(min=0).tolist(), (
-            name
-        )  # 0 in place of none
+        slot = runner.req_states.req_id_to_index[name]
+        what = f"{name} in slot {slot}, whose requests were {runner.taken[slot]}, in the batch {batch.req_ids}"
+        # 0 in place of none
+        assert output.sampled_token_ids[row].tolist() == wanted.token_ids.clamp(min=0).tolist(), what
         if params.logprobs is not None:
             got, n = output.logprobs_tensors, params.logprobs
             assert got.logprob_token_ids[row, 0] == wanted.token_ids[0]
@@ -311,8 +303,8 @@ def test_parameters_are_copied_once_for_a_batch(copied):
         assert len(copied) == count
 
 
-def test_a_request_in_the_slot_of_another_has_its_own_parameters(copied):
-    """Also in a batch that looks the same: the same slots in the same rows."""
+def test_parameters_are_copied_again_for_the_next_request_of_a_slot(copied):
+    """In a batch that looks the same: the same slots in the same rows."""
     runner, requests = runner_of(), {"a": (PROMPT, SERVED["top_k"]), "b": (PROMPT, SERVED["logprobs"])}
     runner.add(**requests)
     step_and_check(runner, "ba", requests)
@@ -324,6 +316,26 @@ def test_a_request_in_the_slot_of_another_has_its_own_parameters(copied):
         assert runner.req_states.req_id_to_index[name] == slot
         step_and_check(runner, (name, "a"), requests)
     assert len(copied) == 3
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_next_request_of_a_slot_has_its_own_mask(graphs):
+    """Or none. Beside a batch mate with a mask, for then every row's mask is read."""
+    runner, requests = runner_of(graphs=graphs), {"mate": (PROMPT, SERVED["allowed"])}
+    runner.add(**requests)
+    masks = {
+        "few": {"allowed_token_ids": [3, 31, 330]},
+        "free": {},
+        "bad words": {"bad_words_token_ids": [[token] for token in range(300)]},
+        "one": {"allowed_token_ids": [4]},
+        "free again": {},
+    }
+    for name, mask in masks.items():
+        requests[name] = (PROMPT, SamplingParams(seed=2, temperature=50.0, **mask))
+        runner.add(**{name: requests[name]})
+        step_and_check(runner, ["mate", name], requests)
+        runner.finish(name)
+    assert [*masks] in runner.taken.values()
 
 
 def test_there_are_not_more_graphs_than_some(monkeypatch):
@@ -394,7 +406,7 @@ def test_what_is_left_to_vllm(reason):
 def test_greedy_tokens_do_not_depend_on_batch_mates(invariant):
     """With ``VLLM_BATCH_INVARIANT``: vLLM's own logits have 16 bits, and often another best token."""
     runner = runner_of()
-    runner.flashsampling.step.state.rules = VllmRules(V, raw_logprobs=True, invariant=invariant)
+    runner.flashsampling.step.request_state.rules = VllmRules(V, raw_logprobs=True, invariant=invariant)
     runner.add(a=(PROMPT, SERVED["greedy"]), b=(PROMPT, LEFT_TO_VLLM["min_p with top_p"]))
     alone = draw_tokens(runner, "a")
     assert draw_tokens(runner, "a", "b") == [*(alone if invariant else [LEFT]), LEFT]
@@ -420,7 +432,7 @@ def test_other_reasons():
     batch = runner.batch({"a": 4})
     runner.sample(states_of(batch), batch, None)
     grammar = runner_of()
-    grammar.flashsampling.step.state.rules = VllmRules(V, raw_logprobs=True, min_tokens_respects_grammar=True)
+    grammar.flashsampling.step.request_state.rules = VllmRules(V, raw_logprobs=True, min_tokens_respects_grammar=True)
     stops = SamplingParams(min_tokens=3, stop_token_ids=[5])
     grammar.add(a=(PROMPT, SamplingParams(logprobs=1)), b=(PROMPT, SamplingParams()), c=(PROMPT, stops))
     for name, words in (("a", 11), ("b", 3), ("c", 11)):  # b's is too narrow
@@ -473,185 +485,6 @@ def test_rows_without_a_score():
     assert output.sampled_token_ids[1:, 0].tolist() == [0, 0]
     assert output.sampled_token_ids[0] == expected(runner, states[0], SamplingParams(seed=1)).token_ids
     assert runner.flashsampling.counters()["undefined_rows"] == 2
-
-
-@pytest.mark.parametrize(
-    ("bias", "processor"),
-    [(True, {}), (False, {"scale": 0.25}), (True, {"scale": 2.0, "soft_cap": 3.0}), (False, {"soft_cap": 2.0})],
-)
-def test_heads(bias, processor):
-    """The step draws from the model's own logits."""
-    model = fakes.Model(V, D, bias, **processor)
-    runner = runner_of(model)
-    runner.add(a=(PROMPT, SamplingParams(temperature=0.0, logprobs=4)), b=(PROMPT, SamplingParams(temperature=0.0)))
-    for names in (["a"], ["b"]):
-        batch = runner.batch(dict.fromkeys(names, 1))
-        states = states_of(batch)
-        output, *_ = runner.sample(states, batch, None)
-        logits = model.compute_logits(states[:1])
-        assert int(output.sampled_token_ids) == int(logits.argmax())
-        if names == ["a"]:
-            best = logits.log_softmax(-1).topk(4)
-            torch.testing.assert_close(output.logprobs_tensors.logprobs[0, 1:], best.values[0], rtol=0, atol=1e-4)
-    model.lm_head.weight.data.mul_(-1)  # other weights are loaded into it
-    assert int(runner.sample(states, batch, None)[0].sampled_token_ids) == int(
-        model.compute_logits(states[:1]).argmax()
-    )
-
-
-def _compute(function):
-    def change(model):
-        original = model.compute_logits
-        model.compute_logits = lambda hidden_states: function(original, hidden_states)
-
-    return change
-
-
-def _double_the_processors_logits(model):
-    forward = model.logits_processor.forward
-    model.logits_processor.forward = lambda *args: 2 * forward(*args)
-
-
-class LogitsProcessorWithLoRA(fakes.Processor):
-    pass
-
-
-class Quantised(fakes.Unquantized):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (_compute(lambda original, states: original(states / 2)), "hidden states before"),
-        (_compute(lambda original, states: original(states) / 2), "logits after"),
-        (_compute(lambda original, states: original(original(states)[:, :D])), "calls 2 logits processors"),
-        (_compute(lambda original, states: states @ torch.ones(D, V)), "calls no logits processor"),
-        (_compute(lambda original, states: original(states, 1)), "could not be looked at"),
-        (_double_the_processors_logits, "something else"),
-        (lambda model: setattr(model, "logits_processor", LogitsProcessorWithLoRA(V)), "LogitsProcessorWithLoRA"),
-        (lambda model: setattr(model.lm_head, "quant_method", Quantised()), "quantised"),
-        (lambda model: setattr(model.lm_head, "num_added_embeddings", 3), "added vocabulary"),
-        (lambda model: setattr(model.logits_processor, "head_dtype", torch.bfloat16), "head_dtype"),
-        (lambda model: setattr(model.logits_processor, "logits_as_input", True), "no hidden states"),
-        (lambda model: setattr(model.logits_processor, "scale", float("nan")), "scales"),
-        (lambda model: setattr(model, "lm_head", torch.nn.Linear(D, V)), "LM head is a Linear"),
-        (lambda model: model.lm_head.register_forward_hook(print), None),  # which nobody calls
-        (lambda model: model.lm_head.bias.data.fill_(float("nan")), None),
-    ],
-)
-def test_models_that_are_refused(change, why):
-    model = fakes.Model(V, D, bias=True)
-    change(model)
-    with contextlib.nullcontext() if why is None else pytest.raises(Refused, match=why):
-        find_head(model, D, torch.float32, torch.device("cpu"), LAYERS)
-
-
-class PenaltiesState:
-    """One of newer vLLM's own."""
-
-
-class OnlyEven:
-    """A user's logits processor."""
-
-
-NamedAlike = type("BadWordsState", (), {"__module__": "somebody.plugin"})
-TRIED, NEWER = KNOWN["0.26"], KNOWN["0.33"]
-
-
-@pytest.fixture
-def loaded(monkeypatch):
-    """A runner that can be fused, with what is read of it."""
-    for name in ("FLASHSAMPLING_VLLM_TP", "FLASHSAMPLING_VLLM_GRAPHS"):
-        monkeypatch.delenv(name, raising=False)
-    runner = fakes.Runner(fakes.Model(V, D), fakes.Sampler(SLOTS, V), [0])
-    parallel = SimpleNamespace(tensor_parallel_size=1, prefill_context_parallel_size=1)
-    runner.vllm_config = SimpleNamespace(parallel_config=parallel, speculative_config=None)
-    runner.model_config = SimpleNamespace(logits_processors=None)
-    runner.use_pp, runner.is_pooling_model, runner.decode_query_len = False, False, 1
-    runner.device = torch.device("cuda")
-    return runner
-
-
-def change(runner, where, value):
-    *path, last = where.split("__")
-    setattr(functools.reduce(getattr, path, runner), last, value)
-
-
-def check(runner, why, release=TRIED, kind=fakes.Runner, **changes):
-    """Refuses a runner with these changes for this reason; None: it is not refused."""
-    for where, value in changes.items():
-        change(runner, where, value)
-    with contextlib.nullcontext() if why is None else pytest.raises(Refused, match=why):
-        check_runner(runner, release, kind, fakes.Sampler)
-
-
-RANKS, DRAFTS = "vllm_config__parallel_config__tensor_parallel_size", "vllm_config__speculative_config"
-
-
-@pytest.mark.parametrize(
-    ("where", "value", "why"),
-    [
-        ("use_pp", True, "pipeline parallelism"),
-        ("is_pooling_model", True, "does not generate"),
-        ("device", torch.device("cpu"), "not an NVIDIA GPU"),
-        ("sampler", None, "samples nothing"),
-        ("sampler", SimpleNamespace(compute_nans=False), "sampler of its own"),
-        ("decode_query_len", 3, "3 new tokens"),
-        ("sampler__compute_nans", True, "VLLM_COMPUTE_NANS_IN_LOGITS"),
-        ("sampler__logits_processors", [PenaltiesState(), OnlyEven()], r"custom logits processors: .*\.OnlyEven"),
-        ("sampler__logits_processors", [NamedAlike()], "custom logits processors: somebody.plugin.BadWordsState"),
-        ("sampler__return_sampling_mask", True, "return_sampling_mask"),
-        ("sampler__trace_replay_state", OnlyEven(), "enable_trace_replay"),
-        ("model_config__logits_processors", ["some.module:Class"], "custom logits processors"),
-        (RANKS, 4, "tensor parallelism, but for two ranks"),
-        ("vllm_config__parallel_config__prefill_context_parallel_size", 2, "context parallelism"),
-    ],
-)
-def test_runners_that_are_refused(where, value, why, loaded):
-    check(loaded, None)
-    check(loaded, why, **{where: value})
-
-
-def test_ranks_and_drafts_as_they_were_timed(loaded, monkeypatch):
-    two_ranks = "tensor parallelism, but for two ranks"
-    check(loaded, "model runner is a Runner", kind=Whole)
-    check(loaded, None, **{RANKS: 2})
-    for name in ("GRAPHS", "TP"):
-        monkeypatch.setenv(f"FLASHSAMPLING_VLLM_{name}", "0")
-        check(loaded, two_ranks)
-        monkeypatch.delenv(f"FLASHSAMPLING_VLLM_{name}")
-    check(loaded, "no drafts", **{DRAFTS: SimpleNamespace()})
-    monkeypatch.setenv("FLASHSAMPLING_VLLM_TP", "1")
-    check(loaded, None, **{RANKS: 4})
-    check(loaded, "tensor parallelism with this release", NEWER, **{RANKS: 2, DRAFTS: None})
-    check(loaded, "speculative decoding with this release", NEWER, **{RANKS: 1, DRAFTS: SimpleNamespace()})
-
-
-class Verifier:
-    synthetic_conditional_rates = None
-
-
-@pytest.mark.parametrize(
-    ("where", "value", "why"),
-    [
-        ("speculator", None, "whose drafts go to a Verifier"),
-        ("rejection_sampler", None, "whose drafts go to a NoneType"),
-        ("rejection_sampler", type("Own", (Verifier,), {})(), "whose drafts go to a Own"),
-        ("rejection_sampler__synthetic_conditional_rates", torch.ones(3), "rejection_sample_method=synthetic"),
-        ("speculator__draft_logits", torch.ones(1), "draft_sample_method=probabilistic"),
-        ("decode_query_len", 6, "6 new tokens, and 3 drafts"),
-    ],
-)
-def test_drafts_that_are_refused(where, value, why, loaded):
-    loaded.rejection_sampler, loaded.speculator = Verifier(), SimpleNamespace(draft_logits=None)
-    check(loaded, "4 new tokens", num_speculative_steps=3, decode_query_len=4)
-    assert count_drafts(loaded, Verifier) == 0
-    check(loaded, None, **{DRAFTS: SimpleNamespace()})
-    assert count_drafts(loaded, Verifier) == 3
-    change(loaded, where, value)
-    with pytest.raises(Refused, match=why):
-        count_drafts(loaded, Verifier)
 
 
 @pytest.fixture
@@ -746,7 +579,7 @@ def test_filters_that_ranks_ask_for(kinds, filters, graphs, calls, monkeypatch):
     runner, params = runner_of(), SERVED | {"greedy_top_k": SamplingParams(temperature=0.0, top_k=3)}
     step, group = runner.flashsampling.step, Group()
     recorded = graphs_of(SLOTS, group) if graphs else None
-    step = VllmStep(step.head, step.sampler, step.state, step.device, group, graphs=recorded)
+    step = VllmStep(step.head, step.sampler, step.request_state, step.device, group, graphs=recorded)
     runner.flashsampling.step = step
     runner._dummy_sampler_run(torch.randn(3, D))
     calls.clear()
@@ -760,79 +593,13 @@ def test_filters_that_ranks_ask_for(kinds, filters, graphs, calls, monkeypatch):
     assert not graphs or "bias" in kinds or recorded.replays == 2
 
 
-def test_a_warm_up_that_fails(monkeypatch, caplog):
-    """vLLM serves without the plug-in, unless that was required."""
-    runners = []
-
-    def fails(*args):
-        raise torch.OutOfMemoryError("no room")
-
-    def serve():
-        runners.append(runner := runner_of())
-        monkeypatch.setattr(runner.flashsampling.step, "warm_up", fails)
-        runner._dummy_sampler_run(torch.randn(2, D))
-
-    assert refused_words(PLUGIN, serve, monkeypatch, caplog) == "OutOfMemoryError('no room')"
-    runner = runners[0]
-    assert type(runner) is fakes.Runner
-    runner.add(a=(PROMPT, SamplingParams()))
-    batch = runner.batch({"a": 4})
-    assert runner.sample(states_of(batch), batch, None)[0].sampled_token_ids.tolist() == [[LEFT]]
-    assert counters(SimpleNamespace(model_runner=runner)) == {"refused": "OutOfMemoryError('no room')"}
-
-
 def test_parameters_that_cannot_be_read():
     """Those of another vLLM than is known: vLLM draws for that request, and for the slot's next one the step does."""
     runner = runner_of()
-    step, state = runner.flashsampling.step, runner.flashsampling.step.state
+    step, state = runner.flashsampling.step, runner.flashsampling.step.request_state
     for params, reason in ((object(), FallbackReason.UNREADABLE), (SamplingParams(seed=1), FallbackReason.SERVED)):
         step.add(2, params, 4)
         assert (state.reasons[2], state.batch_invariant[2]) == (reason, reason == FallbackReason.SERVED)
-
-
-def test_counters_that_cannot_be_read_at_the_end(caplog):
-    """vLLM shuts down all the same, for example after a device's error."""
-    runner = runner_of()
-    runner.flashsampling.step.undefined = "lost"
-    runner.shutdown()
-    assert not hasattr(runner, "model")
-    assert "invalid literal" in caplog.text
-
-
-def test_a_runner_that_is_fused(monkeypatch, caplog):
-    """From the worker on."""
-    gpu = {
-        "input_batch": {"get_num_sampled_and_rejected": fakes.get_num_sampled_and_rejected},
-        "model_runner": {"GPUModelRunner": fakes.Runner},
-        "sample.output": {"SamplerOutput": fakes.SamplerOutput},
-        "sample.sampler": {"Sampler": fakes.Sampler},
-        "spec_decode.rejection_sampler": {"RejectionSampler": object},
-    }
-    layers = {"logits_processor": {"LogitsProcessor": LAYERS.processor}}
-    layers["vocab_parallel_embedding"] = {"UnquantizedEmbeddingMethod": object, "VocabParallelEmbedding": object}
-    modules = {f"vllm.v1.worker.gpu.{name}": names for name, names in gpu.items()}
-    modules |= {f"vllm.model_executor.layers.{name}": names for name, names in layers.items()}
-    modules["vllm"] = {"envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False)}
-    modules["vllm.distributed"] = {"get_tp_group": None}
-    modules["vllm.v1.outputs"] = {"LogprobsTensors": fakes.LogprobsTensors}
-    for name, names in modules.items():
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
-    monkeypatch.setenv("FLASHSAMPLING_VLLM_GRAPHS", "off")
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.26.0")
-    monkeypatch.setattr(PLUGIN, "check_signature", lambda *_: None)
-    model = fakes.Model(V, D)
-    monkeypatch.setattr(plugin, "find_head", lambda *_: find_head(model, D, torch.float32, torch.device("cpu"), LAYERS))
-    for name in ("check_runner", "check_speed"):
-        monkeypatch.setattr(plugin, name, lambda *_: None)
-    runner = fakes.Runner(model, fakes.Sampler(SLOTS, V), [0])
-    runner.vllm_config, runner.dtype = SimpleNamespace(speculative_config=None), torch.float32
-    runner.model_config, runner.vocab_size = SimpleNamespace(get_hidden_size=lambda: D), V
-    worker = SimpleNamespace(use_v2_model_runner=True, model_runner=runner)
-    with caplog.at_level(logging.INFO, "vllm.flashsampling"):
-        load.attach(worker)
-    assert caplog.messages[0].startswith("flashsampling: LM head")
-    assert type(runner).__mro__[1:3] == (FusedRunner, fakes.Runner)
-    assert counters(worker)["fused"] == 0
 
 
 @pytest.mark.parametrize("vocab_size", [331, 4096, 4097])
@@ -857,7 +624,7 @@ def test_counts_by_a_kernel(vocab_size, device):
         bits = state.prompt_bin_mask[slot][:, None] >> torch.arange(32) & 1
         counts.reset(0, bits.flatten()[:vocab_size].nonzero()[:, 0].tolist())
         assert torch.equal(wanted[row], counts.counts[0] + state.output_bin_counts[slot])
-    there = [
+    on_device = [
         tensor.to(device)
         for tensor in (state.output_bin_counts, state.prompt_bin_mask, slots, *(rows[name] for name in PENALTIES))
     ]
@@ -865,7 +632,7 @@ def test_counts_by_a_kernel(vocab_size, device):
     seen = torch.full((4, num_token_groups(vocab_size)), 77, dtype=torch.uint8, device=device)
     of_out = out, out.stride(0), seen, seen.stride(0)
     counts_kernel[(4, -(-vocab_size // 1024))](
-        there[0], there[0].stride(0), there[1], words, *there[2:], *of_out, vocab_size, BLOCK=1024
+        on_device[0], on_device[0].stride(0), on_device[1], words, *on_device[2:], *of_out, vocab_size, BLOCK=1024
     )
     assert torch.equal(out[:3, :vocab_size].cpu(), wanted[:3])
     assert (out[3] == 77).all()  # it has no penalty
