@@ -63,14 +63,14 @@ def _load_masses(keys_ptr, sums_ptr, start, blocks, top, scale, WIDTH: tl.conste
 
 
 @jit
-def sum_masses(keys_ptr, sums_ptr, blocks, top, scale, WIDTH: tl.constexpr):
-    """Returns the mass of a row, float32."""
+def column_masses(keys_ptr, sums_ptr, blocks, top, scale, WIDTH: tl.constexpr):
+    """Returns the mass of each column of blocks, (WIDTH,) float32."""
     total = tl.zeros((WIDTH,), tl.float32)
     for start in range(0, blocks, _PARTS * WIDTH):
         _, masses = _load_masses(keys_ptr, sums_ptr, start, blocks, top, scale, WIDTH)
         for part in tl.static_range(_PARTS):
             total += masses[part]
-    return tl.sum(total, axis=0)
+    return total
 
 
 # -- cutoffs
@@ -104,6 +104,32 @@ def min_p_cutoff(min_p, top, scale):
     return key_of(top + at_least / scale - tl.minimum(tl.abs(top), LARGEST) * 1e-6)
 
 
+@jit
+def _nucleus_reach(scale, rest, vocab_size):
+    """Returns how far below the highest logit all tokens together do not hold ``rest``."""
+    tokens = tl.full((), 0.0, tl.float32) + vocab_size
+    reach = tl.minimum(tl.maximum(tl.log2(tokens / tl.maximum(rest, 1e-30)), 1.0), 40.0 * LOG2E)
+    return tl.minimum(reach / scale, LARGEST)  # what is infinite less that is infinite
+
+
+@jit
+def column_cutoff(columns, masses, many, top, scale, rest, vocab_size):
+    """Guesses as ``nucleus_cutoff`` does, by ``many`` columns of blocks: without a load, for a nucleus that leaves some
+    columns without a token. ``masses``: of the columns."""
+    reach = _nucleus_reach(scale, rest, vocab_size)
+    excess = tl.where(columns > MINUS_INF, masses * many.to(tl.float32) - rest, 0.0)
+    below = tl.full((), 81, tl.int32)  # steps below the top
+    step = tl.full((), 9, tl.int32)
+    for _ in range(2):
+        steps = below - step * (tl.arange(0, 8) + 1)
+        thresholds = key_of(top - reach * (steps.to(tl.float32) / 81.0))
+        is_below = columns[:, None] < thresholds[None, :]
+        excesses = tl.sum(tl.where(is_below, excess[:, None], 0.0), axis=0)
+        below -= step * tl.sum((excesses <= 0.0).to(tl.int32), axis=0)
+        step = step // 9
+    return key_of(top - reach * (below.to(tl.float32) / 81.0))
+
+
 @jit(noinline=True)
 def nucleus_cutoff(keys_ptr, sums_ptr, blocks, top, scale, rest, vocab_size, WIDTH: tl.constexpr):
     """Guesses a key above which all but about ``rest`` of the row's mass lies; the mass above it is to be checked.
@@ -111,10 +137,7 @@ def nucleus_cutoff(keys_ptr, sums_ptr, blocks, top, scale, rest, vocab_size, WID
     Blocks are alike but for the few tokens that stand out: what those without a token above a key hold is what every
     block holds below it.
     """
-    # 125 steps, down to where no row has so much: below 2**-reach all tokens together do not hold the rest
-    tokens = tl.full((), 0.0, tl.float32) + vocab_size
-    reach = tl.minimum(tl.maximum(tl.log2(tokens / tl.maximum(rest, 1e-30)), 1.0), 40.0 * LOG2E)
-    reach = tl.minimum(reach / scale, LARGEST)  # what is infinite less that is infinite
+    reach = _nucleus_reach(scale, rest, vocab_size)
     below = tl.full((), 125, tl.int32)  # steps below the top
     step = tl.full((), 25, tl.int32)
     way = tl.arange(0, _WAYS)

@@ -49,12 +49,12 @@ def load_winner(draws, row, draw, TILES: tl.constexpr):
     """Returns the unfiltered token of a row's draw: -1 in an undefined row, DEFERRED_DRAW where a tile's best score is
     infinite."""
     words_ptr = pointer_to(draws.winners_at, tl.int64) + (row * draws.num_samples + draw) * tl.maximum(draws.tiles, 1)
-    tile = tl.arange(0, TILES)
-    words = tl.load(words_ptr + tile, mask=tile < tl.maximum(draws.tiles, 1), other=0)
-    best = tl.max(words, axis=0)
-    token = tl.where(best >> 31 == ORDERED_INF, DEFERRED_DRAW, id_of(best))
-    # without tiles the one word is a token
-    return tl.where(draws.tiles == 0, tl.sum(tl.where(tile == 0, words, 0), axis=0), token).to(tl.int32)
+    token = tl.load(words_ptr)  # without tiles the one word is a token
+    if draws.tiles != 0:
+        tile = tl.arange(0, TILES)
+        best = tl.max(tl.load(words_ptr + tile, mask=tile < draws.tiles, other=0), axis=0)
+        token = tl.where(best >> 31 == ORDERED_INF, DEFERRED_DRAW, id_of(best))
+    return token.to(tl.int32)
 
 
 @jit(noinline=True)

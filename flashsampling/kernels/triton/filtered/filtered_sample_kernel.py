@@ -22,12 +22,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..fused.packed_argmax import NO_TOKEN
 from ..jit import jit
 from .candidates import (
+    column_cutoff,
+    column_masses,
     column_maxima,
     gather,
     list_blocks,
     min_p_cutoff,
     nucleus_cutoff,
-    sum_masses,
     top_k_cutoff,
 )
 from .draw import Draws, best_of, load_winner, row_extent, write_record
@@ -70,7 +71,7 @@ from .transforms import Filters, Rows, aligned_pointer_to, load_f32, load_filter
 
 @jit
 def _find_candidates(
-    source, sums_ptr, columns, filters, least, highest, scale, row_mass, list_ptr, candidates_ptr, capacity,
+    source, sums_ptr, columns, masses, filters, least, highest, scale, row_mass, list_ptr, candidates_ptr, capacity,
     WIDTH: tl.constexpr, GATHERED: tl.constexpr, MANY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Gathers the tokens that may be kept, of those with at least the key ``least``; where a top-p or a large top-k has
@@ -91,6 +92,9 @@ def _find_candidates(
     fair_share = (1.0 - filters.top_p) * row_mass * 0.8 / source.vocab_size.to(tl.float32)
     guesses_mass = filters.by_top_p & (filters.of_top_k == 0) & (filters.by_sigma == 0)
     guesses = tl.where(guesses_mass, 2, 0)
+    if guesses_mass & (blocks > MANY):
+        guess = column_cutoff(columns, masses, tl.minimum(blocks, WIDTH), top, scale, rest, source.vocab_size)
+        cutoff = tl.maximum(least, guess)
     count = tl.full((), 0, tl.int32)
     complete = tl.full((), 0, tl.int1)
     searching = tl.full((), 1, tl.int32)
@@ -162,8 +166,10 @@ def _draw_row(
     num_samples, blocks = draws.num_samples, count_blocks(source.vocab_size)
     scale, greedy, wants_record = mass_scale(temperature), temperature < GREEDY_BELOW, draws.limits_at != 0
     sums_ptr = aligned_pointer_to(stored.sums_at, tl.float32) + row * blocks
-    winner = load_winner(draws, row, 0, TILES)
     filtered = filters.filtered
+    winner = tl.full((), -1, tl.int32)
+    if (draws.tiles == 0) | (filtered == 0) | greedy:  # else there is none
+        winner = load_winner(draws, row, 0, TILES)
     undefined = temperature != temperature
     infinite = tl.full((), 0, tl.int1)
     highest = tl.full((), MINUS_INF + 1, tl.int32)
@@ -180,9 +186,11 @@ def _draw_row(
     top = value_of(highest)
     limit = tl.full((), LOWEST, tl.int64) << 31
     row_mass = tl.full((), 1.0, tl.float32)
+    masses = tl.zeros((WIDTH,), tl.float32)
     needs_mass = wants_record | (filtered & ((filters.by_top_p & (filters.of_top_k == 0)) | filters.of_all))
     if (stored.sums_at != 0) & needs_mass & (highest < PLUS_INF):
-        row_mass = sum_masses(source.block_keys, sums_ptr, blocks, top, scale, WIDTH)
+        masses = column_masses(source.block_keys, sums_ptr, blocks, top, scale, WIDTH)
+        row_mass = tl.sum(masses, axis=0)
     kept_mass = row_mass
     least_mass = least_mass_of(filters, row_mass)
     min_p = tl.minimum(least_mass, 1.0)
@@ -210,18 +218,19 @@ def _draw_row(
             if has_winner & (wants_record == 0):
                 least = tl.maximum(least, winner_key)
             tokens = _find_candidates(
-                source, sums_ptr, columns, filters, least, highest, scale, row_mass, list_ptr, candidates_ptr,
+                source, sums_ptr, columns, masses, filters, least, highest, scale, row_mass, list_ptr, candidates_ptr,
                 capacity, WIDTH, GATHERED, MANY, TILE,
             )  # fmt: skip
             none = tl.full((), 0.0, tl.float32)
             if filters.by_sigma & filters.by_top_p & (filters.of_top_k == 0):  # all that it keeps are among the tokens
                 row_mass = to_mass(mass_from(tokens, limit, none, TILE))
             equal = tl.full((), 0, tl.int1)
-            # of a block without a token the key is that of -inf
-            alike = tl.min(tl.where(columns > MINUS_INF, columns, highest), axis=0) == highest
-            if alike & (tokens.count > FEW):
-                lowest, _ = row_extent(source, stored.keys_at, blocks, TILE)
-                equal = lowest == highest
+            if tokens.count > FEW:
+                # of a block without a token the key is that of -inf
+                alike = tl.min(tl.where(columns > MINUS_INF, columns, highest), axis=0) == highest
+                if alike:
+                    lowest, _ = row_extent(source, stored.keys_at, blocks, TILE)
+                    equal = lowest == highest
             kept = has_winner & (winner_key >= tokens.lowest) & (wants_record == 0) & (equal == 0)
             if kept & filters.by_top_p:
                 wanted = nucleus_target(filters.top_p, (row_mass * UNIT).to(tl.int64))

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from ..jit import jit
-from .candidates import column_maxima, gather, list_blocks, sum_masses, top_k_cutoff
+from .candidates import column_masses, column_maxima, gather, list_blocks, top_k_cutoff
 from .logit_source import StoredLogits, load_blocks, load_token, load_tokens, source_of
 from .order import (
     LN2,
@@ -185,7 +185,8 @@ def logprobs_kernel(
     columns = column_maxima(source.block_keys, blocks, WIDTH)
     highest = tl.max(columns, axis=0)
     sums_ptr = aligned_pointer_to(raw_stored.sums_at, tl.float32) + row * blocks
-    lse = _log_sum_exp(highest, sum_masses(source.block_keys, sums_ptr, blocks, value_of(highest), LOG2E, WIDTH))
+    masses = column_masses(source.block_keys, sums_ptr, blocks, value_of(highest), LOG2E, WIDTH)
+    lse = _log_sum_exp(highest, tl.sum(masses, axis=0))
     if tl.program_id(1) == 0:
         if outputs.logprobs_at != 0:
             processed = source_of(logits, stored, row)
