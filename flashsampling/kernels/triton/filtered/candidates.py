@@ -15,6 +15,7 @@ from .order import (
     LOWEST,
     MINUS_INF,
     NO_LOGIT,
+    count_bits,
     key_of,
     mass_of,
     scatter,
@@ -184,15 +185,18 @@ def gather(source, list_ptr, listed, low, high, out_ptr, capacity, BLOCKS: tl.co
     are, more than ``capacity`` where they do not fit. While it writes some, the next are on their way."""
     count = tl.full((), 0, tl.int32)
     first = tl.full((), 0, tl.int32)
+    bit = 1 << tl.arange(0, 32)
     x, token, live = load_blocks(source, list_ptr, listed, first, BLOCKS)
     while (first < listed) & (count <= capacity):
         first += BLOCKS
         next_x, next_token, next_live = load_blocks(source, list_ptr, listed, first, BLOCKS)
         words = sort_key(key_of(x), token)
-        ones = (live & (words >= low) & (words < high)).to(tl.int32)
-        per_block = tl.sum(ones, axis=1)
-        place = count + (tl.cumsum(per_block, axis=0) - per_block)[:, None] + tl.cumsum(ones, axis=1) - ones
-        scatter(out_ptr + place, words, (ones != 0) & (place < capacity))
+        there = live & (words >= low) & (words < high)
+        bits = tl.sum(tl.where(there, bit[None, :], 0), axis=1)  # of a block's tokens
+        per_block = count_bits(bits)
+        earlier = count_bits(bits[:, None] & (bit - 1)[None, :])
+        place = count + (tl.cumsum(per_block, axis=0) - per_block)[:, None] + earlier
+        scatter(out_ptr + place, words, there & (place < capacity))
         count += tl.sum(per_block, axis=0)
         x, token, live = next_x, next_token, next_live
     tl.debug_barrier()

@@ -69,6 +69,16 @@ def exp2(x):
 
 
 @jit
+def count_bits(x):
+    """Returns how many bits of int32 values are set."""
+    if INTERPRETED:
+        x = x - ((x >> 1) & 0x55555555)
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        return (((x + ((x >> 4) & 0x0FFFFFFF)) & 0x0F0F0F0F) * 0x01010101) >> 24
+    return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@jit
 def scatter(pointer, value, mask):
     """Stores int32 or int64 values to pointers in no order. ``tl.store`` brings them into a layout of its own first,
     through shared memory and two barriers for each operand."""
