@@ -9,7 +9,19 @@ from ..fused.noise import REFINEMENT_BIT, minus_gumbel_refined
 from ..fused.packed_argmax import NAN_KEY, NO_TOKEN, ORDERED_INF, compute_score, pack_key
 from ..jit import jit
 from .logit_source import load_tokens
-from .order import DEFERRED_DRAW, MINUS_INF, NAN, PLUS_INF, key_of, mass_of, reaches, score_factors, token_of, word_of
+from .order import (
+    DEFERRED_DRAW,
+    MINUS_INF,
+    NAN,
+    PLUS_INF,
+    key_of,
+    mass_of,
+    reaches,
+    score_factors,
+    sort_key,
+    token_of,
+    word_of,
+)
 from .prefix import load_tile, logits_of
 from .transforms import pointer_to
 
@@ -31,17 +43,40 @@ def id_of(key):
     return tl.where((key == 0) | (key == NAN_KEY), -1, (key & NO_TOKEN) ^ NO_TOKEN)
 
 
+class Record(NamedTuple):
+    """What is kept of a row: rejection, log-probabilities and kept sets read it."""
+
+    limit: object  # int64, the lowest sort key of a kept token
+    least_mass: object  # of a kept token, float32
+    kept_mass: object  # of all kept tokens; NaN in an undefined row
+    top: object  # the highest logit
+    only_token: object  # int32, of a row that has one, else -1
+
+
 @jit
-def write_record(draws, row, limit, least_mass, kept_mass, top, only_token):
-    """Writes what rejection and log-probabilities read of a row: the limit of its sort keys, the least mass of a kept
-    token, the mass of all, the highest logit, and the only token of a row that has one, else -1."""
-    if draws.limits_at != 0:
-        tl.store(pointer_to(draws.limits_at, tl.int64) + row, limit)
-        record = pointer_to(draws.masses_at, tl.float32) + row * 4
-        tl.store(record, least_mass)
-        tl.store(record + 1, kept_mass)
-        tl.store(record + 2, top)
-        tl.store(record + 3, only_token.to(tl.int32).to(tl.float32, bitcast=True))
+def write_record(limits_at, masses_at, row, record):
+    """Writes a row's record, where there is an address."""
+    if limits_at != 0:
+        tl.store(pointer_to(limits_at, tl.int64) + row, record.limit)
+        masses = pointer_to(masses_at, tl.float32) + row * 4
+        tl.store(masses, record.least_mass)
+        tl.store(masses + 1, record.kept_mass)
+        tl.store(masses + 2, record.top)
+        tl.store(masses + 3, record.only_token.to(tl.int32).to(tl.float32, bitcast=True))
+
+
+@jit
+def load_record(limits, masses, row):
+    """Loads a row's record."""
+    masses += row * 4
+    only_token = tl.load(masses + 3).to(tl.int32, bitcast=True)
+    return Record(tl.load(limits + row), tl.load(masses), tl.load(masses + 1), tl.load(masses + 2), only_token)
+
+
+@jit
+def is_kept(record, x, mass, token, scale):
+    """Returns which tokens with these logits and masses are kept."""
+    return (sort_key(key_of(x), token) >= record.limit) & reaches(x, mass, record.least_mass, record.top, scale)
 
 
 @jit

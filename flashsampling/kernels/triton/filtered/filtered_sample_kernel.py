@@ -31,7 +31,7 @@ from .candidates import (
     nucleus_cutoff,
     top_k_cutoff,
 )
-from .draw import Draws, best_of, load_winner, row_extent, write_record
+from .draw import Draws, Record, best_of, load_winner, row_extent, write_record
 from .logit_source import StoredLogits, load_token, source_of
 from .order import (
     DEFERRED_DRAW,
@@ -255,7 +255,8 @@ def _draw_row(
                 kept_mass = to_mass(mass_from(tokens, limit, min_p, TILE))
         if (filtered == 0) | greedy:
             _write_unfiltered(source, stored.keys_at, draws, row, ids_ptr, temperature, offset, seed, TILES, TILE)
-    write_record(draws, row, limit, tl.where(filters.filtered, min_p, 0.0), kept_mass, top, only_token)
+    record = Record(limit, tl.where(filters.filtered, min_p, 0.0), kept_mass, top, only_token)
+    write_record(draws.limits_at, draws.masses_at, row, record)
 
 
 @jit(

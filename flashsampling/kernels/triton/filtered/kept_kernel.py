@@ -4,9 +4,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from ..jit import jit
+from .draw import is_kept, load_record
 from .logit_source import StoredLogits, load_tokens, source_of
-from .order import key_of, mass_of, mass_scale, reaches, sort_key
-from .prefix import ABOVE_ALL
+from .order import mass_of, mass_scale
 from .transforms import Rows, load_f32
 
 
@@ -19,7 +19,7 @@ def kept_kernel(
     logits,  # processed ones, (B, V), any float dtype
     stored,
     rows,
-    limits_ptr,  # (B,) int64: ``write_record``
+    limits_ptr,  # (B,) int64: ``draw.write_record``
     masses_ptr,  # (B, 4) float32, likewise
     counts_ptr,  # (B,) int64, out
     words_ptr,  # (B, num_words) int64, out
@@ -33,20 +33,17 @@ def kept_kernel(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     source = source_of(logits, stored, row)
-    record = masses_ptr + row * 4
-    least, kept_mass, top = tl.load(record), tl.load(record + 1), tl.load(record + 2)
-    only_token = tl.load(record + 3).to(tl.int32, bitcast=True)
-    limit = tl.where(kept_mass != kept_mass, ABOVE_ALL, tl.load(limits_ptr + row))
+    record = load_record(limits_ptr, masses_ptr, row)
+    last = tl.where(record.kept_mass != record.kept_mass, 0, source.vocab_size)  # none of an undefined row
     scale = mass_scale(load_f32(rows.temperature_at, rows.temperature, row))
     counts = tl.zeros((WORDS,), tl.int32)
     for first in range(0, num_words, WORDS):
         word = first + tl.arange(0, WORDS)
         token = word[:, None] * 32 + tl.arange(0, 32)[None, :]
-        live = token < source.vocab_size
+        live = token < last
         x = load_tokens(source, token, live)
-        kept = live & (x > float("-inf")) & (sort_key(key_of(x), token) >= limit)
-        kept = kept & reaches(x, mass_of(x, top, scale), least, top, scale)
-        kept = tl.where(only_token >= 0, token == only_token, kept)
+        kept = is_kept(record, x, mass_of(x, record.top, scale), token, scale) & (x > float("-inf")) & live
+        kept = tl.where(record.only_token >= 0, token == record.only_token, kept)
         bits = tl.sum(tl.where(kept, 1 << tl.arange(0, 32)[None, :], 0), axis=1)
         tl.store(words_ptr + row * num_words + word, bits.to(tl.int64), mask=word < num_words)
         counts += tl.sum(kept.to(tl.int32), axis=1)

@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ..jit import jit
 from .candidates import column_masses, column_maxima, gather, list_blocks, top_k_cutoff
+from .draw import is_kept, load_record
 from .logit_source import StoredLogits, load_blocks, load_token, load_tokens, source_of
 from .order import (
     LN2,
@@ -23,8 +24,6 @@ from .order import (
     key_of,
     mass_of,
     mass_scale,
-    reaches,
-    sort_key,
     token_of,
     value_of,
 )
@@ -75,10 +74,9 @@ def _write_drawn(
     WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Writes both log-probabilities and the rank of each token; NaN and -1 for no token."""
-    record = pointer_to(outputs.masses_at, tl.float32) + row * 4
-    least, kept_mass, top = tl.load(record), tl.load(record + 1), tl.load(record + 2)
-    only_token = tl.load(record + 3).to(tl.int32, bitcast=True)
-    limit = tl.load(pointer_to(outputs.limits_at, tl.int64) + row)
+    limits, masses = pointer_to(outputs.limits_at, tl.int64), pointer_to(outputs.masses_at, tl.float32)
+    record = load_record(limits, masses, row)
+    kept_mass, top = record.kept_mass, record.top
     scale = mass_scale(temperature)
     for number in range(outputs.num_tokens):
         place = row * outputs.num_tokens + number
@@ -87,10 +85,8 @@ def _write_drawn(
         there = token >= 0
         logprob = tl.where(raw_highest == NAN, lse, x - lse)
         exponent = tl.where(y == top, 0.0, below(y, top, scale))
-        kept = (sort_key(key_of(y), token.to(tl.int32)) >= limit) & reaches(
-            y, mass_of(y, top, scale), least, top, scale
-        )
-        kept = tl.where(top == float("inf"), token == only_token, kept)
+        kept = is_kept(record, y, mass_of(y, top, scale), token.to(tl.int32), scale)
+        kept = tl.where(top == float("inf"), token == record.only_token, kept)
         of_kept = tl.where(top == float("inf"), 0.0, (exponent - tl.log2(kept_mass)) * LN2)
         of_kept = tl.where(kept, of_kept, float("-inf"))
         of_kept = tl.where(kept_mass != kept_mass, float("nan"), of_kept)  # of a row without a token

@@ -22,7 +22,8 @@ from torch import Tensor
 from ....inputs import SampleInputs
 from ....noise import Stream
 from ....outputs import FilteredLogits
-from ..filtered.order import column_tokens, key_of, mass_of, mass_scale, reaches, sort_key
+from ..filtered.draw import is_kept, load_record
+from ..filtered.order import column_tokens, mass_of, mass_scale
 from ..filtered.transforms import Rows, load_f32, load_i64
 from ..fused.config import next_power_of_2
 from ..fused.noise import REFINEMENT_BIT, minus_gumbel_refined, philox_words
@@ -34,21 +35,13 @@ _RECOVERY = tl.constexpr(int(Stream.RECOVERY) << 24)
 
 
 @jit
-def _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token):
-    """Returns p of tokens with processed logits x; NaN in an undefined row, whose ``kept_mass`` is NaN."""
-    mass = mass_of(x, top, scale)
-    kept = (sort_key(key_of(x), token) >= first_kept) & reaches(x, mass, least_mass, top, scale)
+def _probability(x, token, record, scale):
+    """Returns p of tokens with processed logits x; NaN in an undefined row."""
+    mass, kept_mass = mass_of(x, record.top, scale), record.kept_mass
+    kept = is_kept(record, x, mass, token, scale)
     p = tl.where(kept & (x != float("-inf")), mass / kept_mass, 0.0)
-    p = tl.where(only_token >= 0, (token == only_token).to(tl.float32), p)
+    p = tl.where(record.only_token >= 0, (token == record.only_token).to(tl.float32), p)
     return tl.where(kept_mass != kept_mass, kept_mass, p)
-
-
-@jit
-def _load_record(limits, masses, row):
-    """Loads a row's record: sort key of its last kept token, least mass, mass of all, highest logit, its only token."""
-    record = masses + row * 4
-    only_token = tl.load(record + 3).to(tl.int32, bitcast=True)
-    return tl.load(limits + row), tl.load(record), tl.load(record + 1), tl.load(record + 2), only_token
 
 
 @jit
@@ -77,9 +70,9 @@ def _accepts(logits, logits_stride, rows, limits, masses, draft_probs, probs_str
     """Returns whether a row accepts the draft after it, int32: 0 where it ``holds`` none."""
     token = tl.where(holds, token, 0).to(tl.int32)
     x = tl.load(logits + row * logits_stride + token).to(tl.float32)
-    first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
+    record = load_record(limits, masses, row)
     scale = mass_scale(load_f32(rows.temperature_at, rows.temperature, row))
-    p = _probability(x, token, top, scale, first_kept, least_mass, kept_mass, only_token)
+    p = _probability(x, token, record, scale)
     q = tl.full((), 1.0, tl.float32)
     if draft_probs is not None:
         q = _draft_probability(draft_probs, probs_stride, place, token, holds)
@@ -142,7 +135,7 @@ def _best_of_block(
 ):  # fmt: skip
     """Returns the best keys of a block of a row's tokens: of max(p - q, 0), and of p."""
     BLOCK: tl.constexpr = 4 * GROUPS
-    first_kept, least_mass, kept_mass, top, only_token = _load_record(limits, masses, row)
+    record = load_record(limits, masses, row)
     scale = mass_scale(load_f32(rows.temperature_at, rows.temperature, row))
     seed = load_i64(rows.seed_at, rows.seed, row)
     offset = load_i64(rows.offset_at, rows.offset, row)
@@ -172,7 +165,7 @@ def _best_of_block(
     best_of_all = tl.zeros((GROUPS,), tl.int64)
     for lane in tl.static_range(4):
         token = ids[lane]
-        p = _probability(processed[lane], token, top, scale, first_kept, least_mass, kept_mass, only_token)
+        p = _probability(processed[lane], token, record, scale)
         if draft_probs is None:
             left = tl.where(token == refused, 0.0, p)
         else:
