@@ -115,7 +115,7 @@ def layout(batch: int, num_samples: int, params: SamplingParams) -> OutputLayout
     ids = [
         ("token_ids", num_samples, True),
         ("top_token_ids", params.top_logprobs, params.top_logprobs > 0),
-        ("ranks", draws, params.logprobs),
+        ("ranks", draws, params.logprobs and params.ranks),
         ("kept_counts", 1, params.kept_words > 0),
         ("kept_mask", params.kept_words, params.kept_words > 0),
     ]

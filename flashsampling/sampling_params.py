@@ -126,6 +126,8 @@ class SamplingParams(NamedTuple):
         Param("Tensor?", None, "return_logprobs", per_row=True),
     ] = None
 
+    ranks: Annotated[bool, Param("bool", None, "return_logprobs")] = True  # with ``logprobs``: the tokens' ranks too
+
     kept_words: Annotated[int, Param("SymInt", parsers.parse_kept, "return_kept")] = 0  # of the mask; 0: not wanted
 
     def names(self) -> list[str]:

@@ -53,9 +53,10 @@ class ScoreOutput:
             range. Differentiable.
         processed_logprobs: float32, likewise: log-probability in the distribution that ``sample`` draws from; -inf for
             a token that the filters or the mask exclude. A greedy row's is taken at temperature 1.
-        ranks: int64, likewise: 1 + the number of tokens with a larger raw logit; -1 for an id out of range.
         logsumexp: (N,) float32: log-sum-exp of the raw logits. Differentiable.
         entropy: (N,) float32, with ``return_entropy``: of the raw distribution, in nats. Differentiable.
+        ranks: int64, shape of ``token_ids``, with ``return_ranks``: 1 + the number of tokens with a larger raw logit;
+            -1 for an id out of range.
         top_token_ids: (N, n) int64, with ``top_logprobs``: as in ``SampleOutput``.
         top_logprobs: (N, n) float32.
 
@@ -67,9 +68,9 @@ class ScoreOutput:
 
     logprobs: Tensor
     processed_logprobs: Tensor
-    ranks: Tensor
     logsumexp: Tensor
     entropy: Tensor | None = None
+    ranks: Tensor | None = None
     top_token_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
 
@@ -88,6 +89,7 @@ def score(
     impl: str | None = None,
     tp: "TensorParallel | None" = None,
     return_entropy: bool = False,
+    return_ranks: bool = False,
     **params: "Unpack[SamplingOptions]",
 ) -> ScoreOutput:
     """Scores given tokens: the numbers that ``sample`` returns for a token that it draws, bit for bit, for any token.
@@ -109,6 +111,7 @@ def score(
         tp: as in ``sample``. The gradient of the hidden states, and the entropy, take an all-reduce of the process
             group. N, ``return_entropy`` and upstream gradients must be the same on all ranks, which nothing compares.
         return_entropy: computes the entropy, by one more matrix product.
+        return_ranks: computes the ranks: reads the logits of a row again, as far as blocks have one above the token's.
         top_logprobs: as in ``sample``.
 
     Returns:
@@ -142,7 +145,7 @@ def score(
         shape = batch_shape(batch, rows, tokens, device, 1, tp)
         ids = _check_ids(token_ids, batch, device, shape.vocab_size)
         wanted = {**params, "return_logprobs": True, "return_logsumexp": True}
-        parsed = parse_sampling_params(wanted, shape, score)._replace(scored_ids=ids)
+        parsed = parse_sampling_params(wanted, shape, score)._replace(scored_ids=ids, ranks=return_ranks)
         temperatures = reals("temperature", temperature, batch, device)
         inputs = SampleInputs(hidden_states.detach(), weight.detach(), temperatures, 0, 0, 1, tokens, shard, parsed)
         parts = _steps(inputs, impl or "", tp)
@@ -155,8 +158,9 @@ def score(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden_states, weight, bias)):
         logprobs, lse, entropy = _Scores.apply(hidden_states, weight, bias, inputs, tp, logprobs, lse, entropy)
     return ScoreOutput(
-        logprobs.view_as(token_ids), parts["processed_logprobs"].view_as(token_ids), parts["ranks"].view_as(token_ids),
-        lse, entropy, parts.get("top_token_ids"), parts.get("top_logprobs"),
+        logprobs.view_as(token_ids), parts["processed_logprobs"].view_as(token_ids), lse, entropy,
+        parts["ranks"].view_as(token_ids) if return_ranks else None, parts.get("top_token_ids"),
+        parts.get("top_logprobs"),
     )  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def test_what_asks_for_nothing_is_nothing():
     assert asked_by(**ALL | {"bias": torch.zeros(72)}).names() == [
         name
         for name in SamplingParams._fields
-        if name not in ("stream", "dense_bias", "seen", "counts_rows", "scored_ids")
+        if name not in ("stream", "dense_bias", "seen", "counts_rows", "scored_ids", "ranks")
     ]
     assert asked_by(logit_bias=torch.zeros(70)).names() == ["dense_bias"]
 

@@ -50,6 +50,7 @@ def test_numbers_of_drawn_tokens_are_those_of_sample(impl, mix):
     options: dict[str, Any] = {"temperature": temperature, "top_logprobs": 3, "impl": impl, **mixes(rows)[mix]}
     seeds = torch.arange(rows, device=DEVICE)
     drawn = sample(states, weight, seed=seeds, return_logprobs=True, return_logsumexp=True, **options)
+    options["return_ranks"] = True
     scored = score(states, weight, drawn.token_ids, **options)
     for name in NAMES:
         assert torch.equal(getattr(scored, name), getattr(drawn, name)), name
@@ -71,13 +72,14 @@ def test_numbers_of_any_token_are_the_oracle_s(impl, mix):
     states, weight = (states.bfloat16(), weight.bfloat16()) if impl == "cute" else (states, weight)
     best = (states.float() @ weight.float().T).topk(6).indices
     ids = torch.cat([best, torch.tensor([[-1, VOCAB, 2**31 + 3, 7]], device=DEVICE).expand(rows, -1)], dim=1)
-    options = {"temperature": 0.7, **mixes(rows)[mix]}
+    options = {"temperature": 0.7, "return_ranks": True, **mixes(rows)[mix]}
     scored, expected = (
         score(states, weight, ids, impl=impl, **options),
         score(states, weight, ids, impl="reference", **options),
     )
     assert scored.logprobs.shape == ids.shape
     assert scored.logprobs[:, 6:9].isnan().all()
+    assert scored.ranks is not None
     assert (scored.ranks[:, 6:9] == -1).all()
     torch.testing.assert_close(scored.logprobs, expected.logprobs, atol=2e-5, rtol=2e-5, equal_nan=True)
     differs = scored.processed_logprobs.isneginf() != expected.processed_logprobs.isneginf()
@@ -91,7 +93,7 @@ def test_numbers_of_any_token_are_the_oracle_s(impl, mix):
 def test_any_number_of_rows(rows):
     states, weight = make(max(rows, 1))
     ids = torch.randint(0, VOCAB, (rows,), device=DEVICE)
-    options = {"top_k": torch.arange(rows, device=DEVICE) % 9, "return_entropy": True}
+    options = {"top_k": torch.arange(rows, device=DEVICE) % 9, "return_entropy": True, "return_ranks": True}
     out = score(states[:rows], weight, ids.int(), **options)
     assert [getattr(out, name).shape for name in NAMES[:4]] == [(rows,)] * 4
     logprobs = (states[:rows].double() @ weight.T.double()).log_softmax(1)
@@ -129,7 +131,7 @@ def test_gradients_are_those_of_float64(dtype, error, options):
     ours = [x.requires_grad_() for x in (states, weight, bias)]
     out = score(states, weight, ids, bias=bias, top_k=5, return_entropy=True, **options)
     assert out.entropy is not None
-    numbers = [torch.where(out.ranks < 0, 0.0, out.logprobs), out.logsumexp, out.entropy]
+    numbers = [torch.where(out.logprobs.isnan(), 0.0, out.logprobs), out.logsumexp, out.entropy]
     found = torch.autograd.grad(weighted(numbers, upstream), ours)
     wide = [x.detach().double().requires_grad_() for x in ours]
     wanted = by_float64(*wide, ids, options)
@@ -151,7 +153,7 @@ def test_gradients_by_finite_differences():
     for number, name in enumerate(("logprobs", "logsumexp", "entropy")):
         ours = [x.clone().requires_grad_() for x in (states, weight, bias)]
         out = score(*ours[:2], ids, bias=ours[2], return_entropy=True)
-        of_one = torch.where(out.ranks < 0, 0.0, out.logprobs) if number == 0 else getattr(out, name)
+        of_one = torch.where(out.logprobs.isnan(), 0.0, out.logprobs) if number == 0 else getattr(out, name)
         wide = [x.detach().double().requires_grad_() for x in ours]
         expected = torch.autograd.grad(numbers(*wide)[number].sum(), wide)
         for mine, right in zip(torch.autograd.grad(of_one.sum(), ours), expected):
@@ -186,7 +188,7 @@ def test_no_gradient_where_none_is_wanted():
     weight.requires_grad_()
     with torch.no_grad():
         assert not score(states, weight, ids).logprobs.requires_grad
-    out = score(states, weight, ids)
+    out = score(states, weight, ids, return_ranks=True)
     assert out.logprobs.requires_grad
     assert not out.processed_logprobs.requires_grad
     assert not out.ranks.requires_grad
@@ -274,3 +276,4 @@ def test_compiles():
     compiled = torch.compile(flashsampling.score, fullgraph=True, backend="aot_eager")
     out, eager = compiled(states, weight, ids, top_k=3), score(states, weight, ids, top_k=3)
     assert torch.equal(out.processed_logprobs, eager.processed_logprobs)
+    assert out.ranks is None  # nobody asked for them

@@ -339,9 +339,10 @@ def scored(rank: Rank, problem: Any, tp: Any, shard: Tensor) -> None:
     for weight, group, out in ((shard, tp, found), (problem.weight, None, expected)):
         states, weight = (x.detach().clone().requires_grad_() for x in (problem.hidden_states, weight))
         options: dict[str, Any] = {"top_k": 9, "top_logprobs": 2, "tp": group, "return_entropy": True}
+        options["return_ranks"] = True
         numbers = flashsampling.score(states, weight, ids, impl=None if group else rank.impl, **options)
         assert numbers.entropy is not None
-        loss = (torch.where(numbers.ranks < 0, 0.0, numbers.logprobs).sum(1) + 2 * numbers.logsumexp).sum()
+        loss = (torch.where(numbers.logprobs.isnan(), 0.0, numbers.logprobs).sum(1) + 2 * numbers.logsumexp).sum()
         out += [*vars(numbers).values(), *torch.autograd.grad(loss + numbers.entropy.sum(), (states, weight))]
     *mine, of_states, of_shard = found
     *right, of_states_then, of_weight = expected

@@ -73,7 +73,7 @@ def _write_drawn(
     raw, processed, blocks, raw_highest, lse, outputs, ids_ptr, row, temperature, list_ptr,
     WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes both log-probabilities and the rank of each token; NaN and -1 for no token."""
+    """Writes both log-probabilities of each token, and its rank where wanted; NaN and -1 for no token."""
     limits, masses = pointer_to(outputs.limits_at, tl.int64), pointer_to(outputs.masses_at, tl.float32)
     record = load_record(limits, masses, row)
     kept_mass, top = record.kept_mass, record.top
@@ -90,13 +90,14 @@ def _write_drawn(
         of_kept = tl.where(top == float("inf"), 0.0, (exponent - tl.log2(kept_mass)) * LN2)
         of_kept = tl.where(kept, of_kept, float("-inf"))
         of_kept = tl.where(kept_mass != kept_mass, float("nan"), of_kept)  # of a row without a token
-        higher = tl.minimum(key_of(x), PLUS_INF) + 1  # a NaN's key has no successor
-        listed = list_blocks(raw.block_keys, tl.where(there, blocks, 0), higher, list_ptr, WIDTH)
-        rank = 1 + _count_higher(raw, x, list_ptr, listed, BLOCKS).to(tl.int64)
         nan = float("nan")
         tl.store(pointer_to(outputs.logprobs_at, tl.float32) + place, tl.where(there, logprob, nan))
         tl.store(pointer_to(outputs.processed_at, tl.float32) + place, tl.where(there, of_kept, nan))
-        tl.store(pointer_to(outputs.ranks_at, tl.int64) + place, tl.where(there, rank, -1))
+        if outputs.ranks_at != 0:
+            higher = tl.minimum(key_of(x), PLUS_INF) + 1  # a NaN's key has no successor
+            listed = list_blocks(raw.block_keys, tl.where(there, blocks, 0), higher, list_ptr, WIDTH)
+            rank = 1 + _count_higher(raw, x, list_ptr, listed, BLOCKS).to(tl.int64)
+            tl.store(pointer_to(outputs.ranks_at, tl.int64) + place, tl.where(there, rank, -1))
 
 
 @jit
