@@ -92,3 +92,41 @@ def test_compiles(capability, dtype, case):
         # matters
         assert int(report["barriers"]) <= 11
         assert int(report["spills"]) == 0
+
+
+BARRIERS = """
+import re
+import sys
+import torch
+from flashsampling.kernels.triton.filtered import dispatch
+from flashsampling.inputs import SampleInputs
+from flashsampling.sampling_params import SamplingParams
+from tests.kernels.triton.target import compile_only
+
+compiled = compile_only(90)
+values, seeds = torch.empty(2, 50_000), torch.zeros(2, dtype=torch.int64)
+params = SamplingParams(top_p=torch.ones(2), logprobs=True, top_logprobs=5, kept_words=1563)
+dispatch.run(SampleInputs(values, values, torch.ones(2), seeds, 0, 1, 50_000, params=params, logits=values))
+functions = {}  # name: its accesses and barriers of shared memory, in their order
+for kernel in compiled:
+    inside = False
+    for line in kernel.asm["ptx"].splitlines():
+        if line.startswith(".func"):
+            name = re.findall(r"[\\w$]{20,}", line)[-1]
+        inside = (inside or line == "{") and line != "}"
+        if inside:
+            functions.setdefault(name, []).extend(re.findall("bar[.]sync|st[.]shared|ld[.]shared", line))
+        elif line.startswith(".visible .entry"):
+            name = "kernel"
+functions.pop("kernel")
+for name, shared in functions.items():
+    assert not shared or shared[-1] != "bar.sync" or shared[0] == "bar.sync", name
+assert any("gather" in name and shared[-1] == "bar.sync" for name, shared in functions.items()), list(functions)
+assert len(functions) >= 8, list(functions)
+"""
+
+
+def test_a_function_that_ends_with_a_barrier_begins_with_one():
+    """Triton takes it for one that uses no shared memory, and puts no barrier before its call, behind which a warp may
+    still read what another wrote (Trap 54)."""
+    output_of(BARRIERS)

@@ -15,7 +15,6 @@ from .order import (
     LOWEST,
     MINUS_INF,
     NO_LOGIT,
-    count_bits,
     key_of,
     mass_of,
     scatter,
@@ -179,25 +178,39 @@ def list_blocks(keys_ptr, blocks, cutoff, list_ptr, WIDTH: tl.constexpr):
     return tl.sum(many, axis=0)
 
 
+@jit
+def _is_in(x, token, live, low, high):
+    """Returns sort keys, and which are from ``low`` on and below ``high``."""
+    words = sort_key(key_of(x), token)
+    return words, live & (words >= low) & (words < high)
+
+
 @jit(noinline=True)
 def gather(source, list_ptr, listed, low, high, out_ptr, capacity, BLOCKS: tl.constexpr):
-    """Writes the sort keys from ``low`` on and below ``high`` of the listed blocks, in no order. Returns how many there
-    are, more than ``capacity`` where they do not fit. While it writes some, the next are on their way."""
-    count = tl.full((), 0, tl.int32)
+    """Writes the sort keys from ``low`` on and below ``high`` of the listed blocks, in no order, unless there are more
+    than ``capacity``. Returns how many there are. Every thread counts its own, and writes them behind those of the
+    threads before it; while it counts some, the next are on their way."""
+    # Triton takes a function that ends with a barrier for one that uses no shared memory, and puts none before its call
+    tl.debug_barrier()
+    counts = tl.zeros((BLOCKS, 8), tl.int32)
     first = tl.full((), 0, tl.int32)
-    bit = 1 << tl.arange(0, 32)
     x, token, live = load_blocks(source, list_ptr, listed, first, BLOCKS)
-    while (first < listed) & (count <= capacity):
+    while first < listed:
         first += BLOCKS
         next_x, next_token, next_live = load_blocks(source, list_ptr, listed, first, BLOCKS)
-        words = sort_key(key_of(x), token)
-        there = live & (words >= low) & (words < high)
-        bits = tl.sum(tl.where(there, bit[None, :], 0), axis=1)  # of a block's tokens
-        per_block = count_bits(bits)
-        earlier = count_bits(bits[:, None] & (bit - 1)[None, :])
-        place = count + (tl.cumsum(per_block, axis=0) - per_block)[:, None] + earlier
-        scatter(out_ptr + place, words, there & (place < capacity))
-        count += tl.sum(per_block, axis=0)
+        for part in tl.static_range(4):
+            _, there = _is_in(x[part], token[part], live[part], low, high)
+            counts += there.to(tl.int32)
         x, token, live = next_x, next_token, next_live
+    counts = tl.reshape(counts, (BLOCKS * 8,))
+    place = tl.reshape(tl.cumsum(counts, axis=0) - counts, (BLOCKS, 8))
+    count = tl.sum(counts, axis=0)
+    if count <= capacity:
+        for again in range(0, listed, BLOCKS):
+            x, token, live = load_blocks(source, list_ptr, listed, again, BLOCKS)
+            for part in tl.static_range(4):
+                words, there = _is_in(x[part], token[part], live[part], low, high)
+                scatter(out_ptr + place, words, there)
+                place += there.to(tl.int32)
     tl.debug_barrier()
     return count

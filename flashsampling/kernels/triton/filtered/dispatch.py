@@ -74,7 +74,7 @@ CONFIG = Config()
 
 
 class BlockStats(NamedTuple):
-    """A kernel's statistics of a row's blocks (``order.block_tokens``), of which there are 4 * ceil(V / 128)."""
+    """A kernel's statistics of a row's blocks (``order.first_token_of``), of which there are 4 * ceil(V / 128)."""
 
     keys: Tensor  # (B, blocks) int32: ``order.key_of`` the highest logit; that of -inf where there is no token
     # (B, blocks) float32: sums of exp2((x - the highest) * ``mass_scale(temperature)``), beside an infinite x the

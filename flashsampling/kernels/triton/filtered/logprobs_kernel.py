@@ -61,10 +61,11 @@ def _log_sum_exp(highest, mass):
 @jit
 def _count_higher(source, x, list_ptr, listed, BLOCKS: tl.constexpr):
     """Returns how many tokens of the listed blocks have a higher logit than x."""
-    above = tl.zeros((BLOCKS, 32), tl.int32)
+    above = tl.zeros((BLOCKS, 8), tl.int32)
     for first in range(0, listed, BLOCKS):
-        logit, _, live = load_blocks(source, list_ptr, listed, first, BLOCKS)
-        above += (live & (logit > x)).to(tl.int32)
+        logits, _, live = load_blocks(source, list_ptr, listed, first, BLOCKS)
+        for part in tl.static_range(4):
+            above += (live[part] & (logits[part] > x)).to(tl.int32)
     return tl.sum(tl.sum(above, axis=1), axis=0)
 
 

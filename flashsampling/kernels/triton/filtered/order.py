@@ -39,12 +39,9 @@ def column_tokens(COLUMNS: tl.constexpr):
 
 
 @jit
-def block_tokens(block):
-    """Returns the tokens of blocks (N,): (N, 32). A block is 16 tokens of a tile of 128 and the 16 that are 64 above
-    them."""
-    first = block // 4 * 128 + block % 4 * 16
-    e = tl.arange(0, 32)
-    return tl.multiple_of(first, 16)[:, None] + tl.max_contiguous(e % 16 + e // 16 * 64, 16)[None, :]
+def first_token_of(block):
+    """Returns the first tokens of blocks. A block is 16 tokens of a tile of 128 and the 16 that are 64 above them."""
+    return block // 4 * 128 + block % 4 * 16
 
 
 @jit
@@ -66,16 +63,6 @@ def exp2(x):
     if INTERPRETED:
         return tl.exp2(x)
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@jit
-def count_bits(x):
-    """Returns how many bits of int32 values are set."""
-    if INTERPRETED:
-        x = x - ((x >> 1) & 0x55555555)
-        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-        return (((x + ((x >> 4) & 0x0FFFFFFF)) & 0x0F0F0F0F) * 0x01010101) >> 24
-    return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @jit
