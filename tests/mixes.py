@@ -16,6 +16,8 @@ from flashsampling.outputs import SampleResult, layout
 from flashsampling.sampling_params import SamplingParams
 
 INF, NAN = math.inf, math.nan
+# what a mix may set: hints, places of counts, scored tokens and the kept set are no parameters of a draw
+FIELDS = set(SamplingParams._fields) - {"stream", "seen", "counts_rows", "scored_ids", "ranks", "kept_words"}
 
 
 class Mix:
