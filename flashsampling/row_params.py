@@ -126,10 +126,10 @@ def real(name: str, value: float, check: Check) -> float:
 
 def integer(name: str, value: Any) -> int:
     """Returns an int from anything that Python takes as an index, except a bool."""
-    if isinstance(value, torch.SymInt):
-        return value  # type: ignore[return-value] # serves as an int
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value] # a SymInt serves as an int
     try:
-        return value if type(value) is int else _integer(value)
+        return _integer(value)
     except TypeError:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
 

@@ -444,7 +444,7 @@ def check_vocab_size(vocab_size: int | None, vocab: int, whose: str = "weight", 
 
 def check_num_samples(num_samples: Any) -> int:
     """Returns the number of draws per row. Raises what ``sample`` documents."""
-    count = num_samples if type(num_samples) is int else integer("num_samples", num_samples)
+    count = integer("num_samples", num_samples)
     if not 1 <= count <= noise.MAX_DRAWS:
         raise ValueError(f"num_samples must be from 1 to 2**24, got {count}")
     return count

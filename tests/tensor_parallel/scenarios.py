@@ -338,8 +338,8 @@ def scored(rank: Rank, problem: Any, tp: Any, shard: Tensor) -> None:
     expected: list[Tensor] = []
     for weight, group, out in ((shard, tp, found), (problem.weight, None, expected)):
         states, weight = (x.detach().clone().requires_grad_() for x in (problem.hidden_states, weight))
-        options: dict[str, Any] = {"top_k": 9, "top_logprobs": 2, "tp": group, "return_entropy": True}
-        options["return_ranks"] = True
+        returns = {"top_logprobs": 2, "return_entropy": True, "return_ranks": True}
+        options: dict[str, Any] = {"top_k": 9, "tp": group, **returns}
         numbers = flashsampling.score(states, weight, ids, impl=None if group else rank.impl, **options)
         assert numbers.entropy is not None
         loss = (torch.where(numbers.logprobs.isnan(), 0.0, numbers.logprobs).sum(1) + 2 * numbers.logsumexp).sum()

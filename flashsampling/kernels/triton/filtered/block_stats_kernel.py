@@ -22,6 +22,7 @@ from .order import (
     count_blocks,
     exp2,
     key_of,
+    lane_offset,
     mass_scale,
     score_factors,
     value_of,
@@ -178,7 +179,7 @@ def block_stats_kernel(
     live = ()
     raw = ()
     for part in tl.static_range(4 * REPS):
-        token = first + (part // 4) * (4 * COLUMNS) + (part & 1) * 8 + (part // 2 % 2) * 64 + column
+        token = first + (part // 4) * (4 * COLUMNS) + lane_offset(part % 4) + column
         inside = token < vocab_size
         x = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
         tokens = tokens + (token,)

@@ -44,7 +44,7 @@ def id_of(key):
 
 
 class Record(NamedTuple):
-    """What is kept of a row: rejection, log-probabilities and kept sets read it."""
+    """The record of a row: what its filters kept. Rejection, log-probabilities and kept sets read it."""
 
     limit: object  # int64, the lowest sort key of a kept token
     least_mass: object  # of a kept token, float32

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ..jit import jit
-from .order import LOWEST, block_of, count_blocks, first_token_of
+from .order import LOWEST, block_of, count_blocks, first_token_of, lane_offset
 from .transforms import aligned_pointer_to, pointer_to
 
 
@@ -52,7 +52,7 @@ def load_blocks(source, list_ptr, listed, first, BLOCKS: tl.constexpr):
     tokens = ()
     live = ()
     for part in tl.static_range(4):
-        offset = (part & 1) * 8 + (part // 2) * 64
+        offset = lane_offset(part)
         token = first_token + lane + offset
         inside = there & (token < source.vocab_size)
         place = start + tl.where(source.by_block != 0, part * 8, offset)

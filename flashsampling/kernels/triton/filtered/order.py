@@ -33,9 +33,15 @@ LOWEST = tl.constexpr(-0x80000000)  # below all keys
 
 @jit
 def column_tokens(COLUMNS: tl.constexpr):
-    """Returns lane 0's tokens of a tile's Philox groups, (COLUMNS,): lanes 1, 2, 3 lie 8, 64 and 72 above."""
+    """Returns lane 0's tokens of a tile's Philox groups, (COLUMNS,)."""
     column = tl.arange(0, COLUMNS)
     return tl.max_contiguous(column % 8 + (column // 8 % 4) * 16 + (column // 32) * 128, 8)
+
+
+@jit
+def lane_offset(lane: tl.constexpr):
+    """Returns how far a group's token of a lane lies above that of lane 0: 0, 8, 64, 72."""
+    return (lane & 1) * 8 + (lane // 2) * 64
 
 
 @jit

@@ -23,7 +23,7 @@ from ....inputs import SampleInputs
 from ....noise import Stream
 from ....outputs import FilteredLogits
 from ..filtered.draw import is_kept, load_record
-from ..filtered.order import column_tokens, mass_of, mass_scale
+from ..filtered.order import column_tokens, lane_offset, mass_of, mass_scale
 from ..filtered.transforms import Rows, load_f32, load_i64
 from ..fused.config import next_power_of_2
 from ..fused.noise import REFINEMENT_BIT, minus_gumbel_refined, philox_words
@@ -147,7 +147,7 @@ def _best_of_block(
     live = ()
     processed = ()
     for lane in tl.static_range(4):
-        token = first + (lane & 1) * 8 + (lane // 2) * 64 + column
+        token = first + lane_offset(lane) + column
         inside = token < vocab_size
         x = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf"))
         ids = ids + (token,)
